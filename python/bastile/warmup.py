@@ -18,7 +18,7 @@ from torch import nn
 from bastile._library import compiling_ahead, kernel_counts
 from bastile.models.recording import Call, Like, recorded
 from bastile.ops import _varlen as varlen
-from bastile.ops._common import FLOATS, HALVES
+from bastile.ops._common import FLOATS, HALVES, is_hopper
 from bastile.patching import _unwrapped, apply_to_model, get_patched_ops
 from bastile.shapes import MODELS
 
@@ -104,7 +104,7 @@ def warmup_all_kernels(
     if target.index is None:  # the current device is this thread's alone
         target = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     types, work = _work(model_or_config, dtype, target, shapes, optimizer, log_probs)
-    if chip == "sm_90" if chip else varlen.chip_has_it(target):
+    if chip == "sm_90" if chip else is_hopper(target):
         work += _attention(model_or_config, dtype)
     return _warm(types, work, target, progress, threads, chip)
 

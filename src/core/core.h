@@ -94,6 +94,8 @@ bst_status bst__need_device(const char *op, const char *name, const bst_view *v,
 bst_status bst__need_contiguous(const char *op, const char *name, const bst_view *v);
 /* Of a matrix whose rows have been read: none overlaps the next, as products of a framework or of a library need it. */
 bst_status bst__need_rows_apart(const char *op, const char *name, const bst_view *matrix);
+/* Where `count` sequences begin, and the last one ends: 0, numbers that do not fall, and `end`. The host reads them. */
+bst_status bst__need_boundaries(const char *op, const char *name, const int32_t *at, int64_t count, int64_t end);
 /* One element: a scalar or any tensor of one. */
 bst_status bst__need_one(const char *op, const char *name, const bst_view *v);
 bool bst__is_contiguous(const bst_view *v);

@@ -166,6 +166,16 @@ bst_status bst__need_rows_apart(const char *op, const char *name, const bst_view
     return bst__error(BST_UNSUPPORTED, "%s: the rows of %s overlap; make it contiguous", op, name);
 }
 
+bst_status bst__need_boundaries(const char *op, const char *name, const int32_t *at, int64_t count, int64_t end) {
+    if (at[0] != 0) return bst__error(BST_INVALID, "%s: %s begins with %d; 0 is needed", op, name, (int)at[0]);
+    for (int64_t i = 1; i <= count; i++)
+        if (at[i] < at[i - 1])
+            return bst__error(BST_INVALID, "%s: %s has %d behind %d; numbers that do not fall are needed", op, name,
+                              (int)at[i], (int)at[i - 1]);
+    if (at[count] == end) return BST_OK;
+    return bst__error(BST_INVALID, "%s: %s ends with %d; %lld is needed", op, name, (int)at[count], (long long)end);
+}
+
 bst_status bst__need_one(const char *op, const char *name, const bst_view *v) {
     if (v->count == 1) return BST_OK;
     return bst__error(BST_INVALID, "%s: %s has shape %s; one element is needed", op, name, bst__shape_text(v));

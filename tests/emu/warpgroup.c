@@ -44,7 +44,6 @@ void emu_product(float *sums, int columns, uint64_t a, const unsigned *kept, uin
     emu_need_hopper("a product of 64 rows", where);
     if (kept == NULL) need(16 * a, 64 * ROW, "a", where);
     const unsigned rows = across ? (unsigned)(b >> EMU_ADDRESS_BITS) : (unsigned)columns;
-    need(16 * (b & address_bits), K * ROW, "b", where);
     need(16 * (b & address_bits), across ? (unsigned)columns / 64 * rows * ROW - (rows - K) * ROW : rows * ROW, "b",
          where);
     if (t->product_count == EMU_MOST_PRODUCTS) {

@@ -97,9 +97,10 @@ class Rows:
 
     def _is_cudnn_s(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether PyTorch would take its attention."""
+        if not flash.cudnn_is_known():
+            return False
         grouped = q.shape[1] != k.shape[1]
-        chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=self.scale, enable_gqa=grouped)
-        return flash.cudnn_is_known() and chosen == _CUDNN
+        return torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=self.scale, enable_gqa=grouped) == _CUDNN
 
     def _is_varlen_s(self, q: Tensor) -> bool:
         return varlen.serves(q, q.shape[0], self.window, self.dropout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -51,6 +52,12 @@ def served(*tensors: torch.Tensor | None) -> bool:
         if not (t.is_cpu or t.is_cuda) or t.dtype not in FLOATS or t.layout is not _STRIDED:
             return False
     return not in_transform(*tensors)
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether this GPU has the tensor cores that some kernels are for alone."""
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def has_values(*tensors: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.library import Library, register_fake
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
-from bastile.ops._common import has_values, is_batched, is_warming_up
+from bastile.ops._common import has_values, is_batched, is_hopper, is_warming_up
 
 _library = Library("bastile", "FRAGMENT")
 _library.define(
@@ -32,11 +32,6 @@ _linear = torch.ops.bastile.moe_linear.default
 _MOST_RANK = 64
 #: Columns of a tile of the kernel.
 _TILE = 256
-
-
-@functools.cache
-def _chip_has_tiles(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache
@@ -63,7 +58,7 @@ def _on_device(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _in_tiles(rows: torch.Tensor, matrices: torch.Tensor) -> bool:
     """Whether our kernel serves this product: where `bst_moe_linear` (bastile/moe.h) does not wait for the host."""
     is_ahead = is_warming_up(rows)
-    has_kernel = is_ahead or (rows.is_cuda and _chip_has_tiles(rows.device))
+    has_kernel = is_ahead or (rows.is_cuda and is_hopper(rows.device))
     if not has_kernel or rows.dtype not in (torch.bfloat16, torch.float16) or not rows.numel() or not matrices.numel():
         return False
     return matrices.shape[2] % 8 == 0 and rows.stride(1) == 1 and (is_ahead or (_aligned(rows) and _aligned(matrices)))

@@ -3,24 +3,17 @@ them: in the place of PyTorch's flash attention, which is told of segments likew
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
-from bastile.ops._common import HALVES
+from bastile.ops._common import HALVES, is_hopper
 
 _forward = torch.ops.bastile.segment_attention_forward.default
 _backward = torch.ops.bastile.segment_attention_backward.default
 
 WIDTHS = (64, 128, 256)  # of heads
 MOST_SEGMENTS = 1023
-
-
-@functools.cache
-def chip_has_it(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def serves(q: Tensor, segments: int, window: int, dropout: float) -> bool:
@@ -32,7 +25,7 @@ def serves(q: Tensor, segments: int, window: int, dropout: float) -> bool:
         and q.shape[-1] in WIDTHS
         and q.dtype in HALVES
         and 0 < segments <= MOST_SEGMENTS
-        and chip_has_it(q.device)
+        and is_hopper(q.device)
     )
 
 

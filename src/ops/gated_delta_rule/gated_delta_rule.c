@@ -149,17 +149,7 @@ static bst_status check_sequences(const delta_call *c) {
             return bst__error(BST_UNSUPPORTED, "%s: cu_seqlens and %s are given; one of them alone is supported", c->op,
                               states[i].name);
     if (c->q.device.device_type == kDLCUDA) return BST_OK;
-    for (int64_t i = 0; i <= c->sequences; i++) {
-        int64_t at = c->boundaries[i], least = i ? c->boundaries[i - 1] : 0;
-        if (i == 0 ? at == 0 : at >= least && (i < c->sequences || at == c->tokens)) continue;
-        if (i > 0 && at < least)
-            return bst__error(BST_INVALID,
-                              "%s: cu_seqlens has %" PRId64 " behind %" PRId64 "; numbers that do not fall are needed",
-                              c->op, at, least);
-        return bst__error(BST_INVALID, "%s: cu_seqlens %s with %" PRId64 "; %" PRId64 " is needed", c->op,
-                          i ? "ends" : "begins", at, i ? c->tokens : 0);
-    }
-    return BST_OK;
+    return bst__need_boundaries(c->op, "cu_seqlens", c->boundaries, c->sequences, c->tokens);
 }
 
 static bst_status run_cpu(const bst_exec *exec, delta_call *c, bst_body body, bool backward) {

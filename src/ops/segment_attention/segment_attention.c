@@ -104,21 +104,9 @@ static segment_attention_call call_of(const char *op, const bst_view *v, const b
 /* What the values of cuts say, where the host has them. */
 static bst_status check_segments(const segment_attention_call *c) {
     if (c->cuts.device.device_type == kDLCUDA) return BST_OK;
-    for (int row = 0; row < 2; row++) {
-        const int32_t *cuts = (const int32_t *)c->cuts.data + row * (c->segments + 1);
-        const int64_t last = row ? c->keys : c->queries;
-        if (cuts[0] != 0)
-            return bst__error(BST_INVALID, "%s: cuts[%d] begins with %" PRId32 "; 0 is needed", c->op, row, cuts[0]);
-        for (int64_t n = 1; n <= c->segments; n++)
-            if (cuts[n] < cuts[n - 1])
-                return bst__error(
-                    BST_INVALID, "%s: cuts[%d] has %" PRId32 " behind %" PRId32 "; numbers that do not fall are needed",
-                    c->op, row, cuts[n], cuts[n - 1]);
-        if (cuts[c->segments] != last)
-            return bst__error(BST_INVALID, "%s: cuts[%d] ends with %" PRId32 "; %" PRId64 " is needed", c->op, row,
-                              cuts[c->segments], last);
-    }
-    return BST_OK;
+    const int32_t *queries = c->cuts.data, *keys = queries + c->segments + 1;
+    BST_TRY(bst__need_boundaries(c->op, "cuts[0]", queries, c->segments, c->queries));
+    return bst__need_boundaries(c->op, "cuts[1]", keys, c->segments, c->keys);
 }
 
 /* Blocks of queries or of keys, each with a head, are shared out to strips. */

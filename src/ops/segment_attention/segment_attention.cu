@@ -14,14 +14,6 @@
  * 8 of 256 548 and 1069. 168 registers. */
 #include "segment_attention_pieces.cuh"
 
-/* Scores of keys that a row does not see become -inf. first: of the keys, within the segment. */
-BST_DEVICE void hide(float *scores, int first, const int seen[2]) {
-    BST_EACH(i, KEYS / 2) {
-        const int key = first + i / 4 * 8 + (int)bst_lane() % 4 * 2 + i % 2;
-        if (key >= seen[i / 2 % 2]) scores[i] = -BST_INFINITY;
-    }
-}
-
 /* Scores become weights relative to the largest score so far, `top`. factor: what weights before are to be multiplied
  * by; total: this thread's part of the sum of all so far. */
 BST_DEVICE void weigh(float *scores, float top[2], float total[2], float factor[2], float scale) {
@@ -128,7 +120,7 @@ BST_DEVICE void work(const attention_forward_args *a, const tile *t, int worker,
         bst_hold_some(scores, KEYS / 2);
         leave(r->empty + r->at.index);
         bst_next_stage(&r->at, ATTENTION_STAGES);
-        hide(scores, (tiles - 1) * KEYS, seen);
+        hide(scores, (tiles - 1) * KEYS, seen, -BST_INFINITY);
         weigh(scores, top, total, factor, a->of.scale);
         round_words(words, scores, KEYS / 4);
         BST_ROLLED
@@ -140,7 +132,7 @@ BST_DEVICE void work(const attention_forward_args *a, const tile *t, int worker,
             bst_products_wait(1);
             bst_hold_some(scores, KEYS / 2);
             leave(left);
-            if ((i + 1) * KEYS > least) hide(scores, i * KEYS, seen);
+            if ((i + 1) * KEYS > least) hide(scores, i * KEYS, seen, -BST_INFINITY);
             weigh(scores, top, total, factor, a->of.scale);
             bst_products_wait(0);
             bst_hold_some(sums, DIM / 2);
@@ -163,5 +155,5 @@ BST_DEVICE void work(const attention_forward_args *a, const tile *t, int worker,
 }
 
 BST_KERNEL(segment_attention_forward, attention_forward_args, ATTENTION_THREADS, 1) {
-    OVER_QUERIES(a, QUERY_PIECE, ATTENTION_STAGES, copy, work)
+    OVER_QUERIES(a, QUERY_PIECE, ATTENTION_STAGES, copy, work);
 }

@@ -86,11 +86,7 @@ BST_DEVICE void work_on_dq(const attention_dq_args *a, const tile *t, int worker
         bst_products_wait(1);
         bst_hold_some(scores, KEYS / 2);
         BST_EACH(j, KEYS / 2) scores[j] = bst_exp2(bst_fma(scores[j], a->of.scale, -lse[j / 2 % 2]));
-        if ((i + 1) * KEYS > least)
-            BST_EACH(j, KEYS / 2) {
-                const int key = i * KEYS + j / 4 * 8 + (int)bst_lane() % 4 * 2 + j % 2;
-                if (key >= seen[j / 2 % 2]) scores[j] = 0.0f;
-            }
+        if ((i + 1) * KEYS > least) hide(scores, i * KEYS, seen, 0.0f);
         bst_products_wait(0);
         bst_hold_some(products, KEYS / 2);
         leave(r->empty + r->at.index);
@@ -119,8 +115,10 @@ BST_DEVICE void work_on_dq(const attention_dq_args *a, const tile *t, int worker
     }
 }
 
-BST_KERNEL(segment_attention_dq, attention_dq_args, ATTENTION_THREADS,
-           1){OVER_QUERIES(a, 2 * QUERY_PIECE, ATTENTION_DQ_STAGES(DIM), copy_for_dq, work_on_dq)}
+BST_KERNEL(segment_attention_dq, attention_dq_args, ATTENTION_THREADS, 1) {
+    OVER_QUERIES(a, 2 * QUERY_PIECE, ATTENTION_DQ_STAGES(DIM), copy_for_dq, work_on_dq);
+}
+
 /* ---- dk, dv ------------------------------------------------------------------------------------------------------ */
 
 #define STEP       ATTENTION_STEP
@@ -174,7 +172,7 @@ BST_DEVICE void copy_steps(const attention_dkv_args *a, const tile *t, int first
 /* Of a tile's 64 keys by a step's 64 queries: weights and what they multiply. Row i of scores is key i. */
 BST_DEVICE void weigh_step(float *scores, const numbers *n, float scale, int key, int query, bool hides) {
     BST_EACH(i, 32) {
-        const int column = i / 4 * 8 + (int)bst_lane() % 4 * 2 + i % 2;
+        const int column = own_column(i);
         scores[i] = bst_exp2(bst_fma(scores[i], scale, -n->lse[column]));
         if (CAUSAL && hides && key + i / 2 % 2 * 8 > query + column) scores[i] = 0.0f;
     }
@@ -191,8 +189,8 @@ BST_DEVICE void store_row(const attention_dkv_args *a, void *to, int64_t begin, 
         if (is_row) bst_store(to, begin + 8 * i + (int)bst_lane() % 4 * 2, sums + 4 * i + 2 * half, BST_F32_CODE, 2);
 }
 
-/* dk, without its scale, and dv of 64 keys, or one of the two: constants. first: of the keys, `at` rows into the
- * tile's. */
+/* dk, without its scale, and dv of the 64 keys that are `at` rows into the tile's, or one of the two, as constants say.
+ */
 BST_DEVICE void sum_dkv(const attention_dkv_args *a, const tile *t, int at, const unsigned char *memory, ring *r,
                         const numbers *stages, float *dk, float *dv, bool wants_dk, bool wants_dv) {
     float scores[32], products[32];
@@ -236,7 +234,7 @@ BST_DEVICE void sum_dkv(const attention_dkv_args *a, const tile *t, int at, cons
             else
                 bst_products_wait(0);
             bst_hold_some(products, 32);
-            BST_EACH(i, 32) scores[i] *= products[i] - n->delta[i / 4 * 8 + (int)bst_lane() % 4 * 2 + i % 2];
+            BST_EACH(i, 32) scores[i] *= products[i] - n->delta[own_column(i)];
             round_words(others, scores, 16);
             bst_hold_some(dk, DIM / 2);
             bst_hold_words(others, 16);
@@ -245,10 +243,14 @@ BST_DEVICE void sum_dkv(const attention_dkv_args *a, const tile *t, int at, cons
             bst_products_commit();
         }
         bst_products_wait(0);
-        if (wants_dv) bst_hold_some(dv, DIM / 2);
-        if (wants_dk) bst_hold_some(dk, DIM / 2);
-        if (wants_dv) bst_hold_words(words, 16);
-        if (wants_dk) bst_hold_words(others, 16);
+        if (wants_dv) {
+            bst_hold_some(dv, DIM / 2);
+            bst_hold_words(words, 16);
+        }
+        if (wants_dk) {
+            bst_hold_some(dk, DIM / 2);
+            bst_hold_words(others, 16);
+        }
         leave(r->empty + r->at.index);
         bst_next_stage(&r->at, ATTENTION_STEP_STAGES(DIM));
         if (++step == end) step = begin;

@@ -40,19 +40,24 @@ static bst_status need_aligned(const segment_attention_call *c, const char *name
     return bst__error(BST_UNSUPPORTED, "%s: %s does not begin at a multiple of 16 bytes", c->op, name);
 }
 
-/* A tensor's heads, in boxes of so many tokens. */
-static bst_status map(const segment_attention_call *c, const char *name, const bst_view *v, uint32_t rows,
-                      bst_tensor_map *out) {
-    int64_t strides[2]; /* that of one says nothing */
+/* How far tokens and heads are apart; that of one says nothing. */
+static bst_status strides_of(const segment_attention_call *c, const char *name, const bst_view *v, int64_t strides[2]) {
     bool served = (uintptr_t)v->data % 16 == 0;
     for (int i = 0; i < 2; i++) {
         strides[i] = v->size[i] > 1 ? v->stride[i] : c->dim;
         served = served && strides[i] > 0 && strides[i] % 8 == 0;
     }
-    if (!served)
-        return bst__error(BST_UNSUPPORTED,
-                          "%s: tokens or heads of %s do not lie multiples of 16 bytes apart; make it contiguous", c->op,
-                          name);
+    if (served) return BST_OK;
+    return bst__error(BST_UNSUPPORTED,
+                      "%s: tokens or heads of %s do not lie multiples of 16 bytes apart; make it contiguous", c->op,
+                      name);
+}
+
+/* A tensor's heads, in boxes of so many tokens. */
+static bst_status map(const segment_attention_call *c, const char *name, const bst_view *v, uint32_t rows,
+                      bst_tensor_map *out) {
+    int64_t strides[2];
+    BST_TRY(strides_of(c, name, v, strides));
     const bst_boxes boxes = {.data = v->data,
                              .dtype = v->dtype,
                              .dims = 3,
@@ -122,10 +127,10 @@ static bst_status run_dq(const bst_exec *exec, const segment_attention_call *c, 
                               .delta = delta,
                               .dq = c->dq.data,
                               .dq_scale = c->scale};
-    bst_tensor_map unused;
+    int64_t of_y[2]; /* which threads read as boxes are */
     BST_TRY(map_inputs(c, ATTENTION_QUERIES, &args.q, &args.k, &args.v));
     BST_TRY(map(c, "dy", &c->dy, ATTENTION_QUERIES, &args.dy));
-    BST_TRY(map(c, "y", &c->y, ATTENTION_QUERIES, &unused)); /* read likewise */
+    BST_TRY(strides_of(c, "y", &c->y, of_y));
     const int64_t tiles = most_tiles(c, c->queries, ATTENTION_QUERIES) * c->heads;
     const bst_launch l = launch_of(c, &dq, bst__lesser(tiles, chip->processors), SHARED(c, ATTENTION_DQ_SHARED));
     return bst__cuda_launch(exec, c->op, c->q.device.device_id, &l, &args, sizeof args);

@@ -187,8 +187,17 @@ BST_DEVICE void round_words(uint32_t *words, const float *sums, int count) {
     BST_EACH(i, count) words[i] = bst_half_pair(sums[2 * i], sums[2 * i + 1], TYPE);
 }
 
+/* Which column this thread's sum number i is of. */
+BST_DEVICE int own_column(int i) { return i / 4 * 8 + (int)bst_lane() % 4 * 2 + i % 2; }
+
 /* Of the rows of this thread's warp group the first of the two that it has sums of, the other being 8 below. */
 BST_DEVICE int own_row(void) { return (int)bst_thread() / 32 % 4 * 16 + (int)bst_lane() / 4; }
+
+/* Scores of keys that a row does not see become this. first: of the keys, within the segment. */
+BST_DEVICE void hide(float *scores, int first, const int seen[2], float value) {
+    BST_EACH(i, KEYS / 2)
+        if (first + own_column(i) >= seen[i / 2 % 2]) scores[i] = value;
+}
 
 /* ---- a kernel ---------------------------------------------------------------------------------------------------- */
 

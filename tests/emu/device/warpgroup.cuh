@@ -25,10 +25,10 @@ BST_DEVICE uint32_t bst_shared_address(const void *shared) { return (uint32_t)(u
         static_assert((count) >= 24 && (count) % 8 == 0, "registers of a thread"); \
         emu_current->registers(count, EMU_HERE);                                   \
     } while (0)
-#define bst_registers_more(count)                                                        \
-    do {                                                                                 \
-        static_assert((count) <= 256 - 16 && (count) % 8 == 0, "registers of a thread"); \
-        emu_current->registers(count, EMU_HERE);                                         \
+#define bst_registers_more(count)                                                   \
+    do {                                                                            \
+        static_assert((count) <= 240 && (count) % 8 == 0, "registers of a thread"); \
+        emu_current->registers(count, EMU_HERE);                                    \
     } while (0)
 
 /* An address, in units of 16 bytes; above, the rows of a box that is read across. */
