@@ -375,17 +375,20 @@ def _experts_before_and_now(run: dict[str, Any], link: str) -> list[str]:
     return [*by_command(run, link), *rows_of(table)]
 
 
+_PASSES = ("forward", "backward")
+
+
 def segments(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
-    """Of tools/segment_attention.py."""
-    table = [
-        ["microseconds", "forward, flash attention", "**Bastile**", "", "backward, flash attention", "**Bastile**", ""]
-    ]
+    """Of tools/segment_attention.py. Bastile's times are of the faster one of the others."""
+    each = ["flash attention", "cuDNN", "**Bastile**", ""]
+    table = [["microseconds", *[f"{what}, {each[0]}" if not i else each[i] for what in _PASSES for i in range(4)]]]
     for row in run["segments"]:
         times = row["seconds"]
         cells = [row["title"]]
-        for what in ("forward", "backward"):
-            theirs, ours = times[f"flash {what}"], times[what]
-            cells += [f"{1e6 * theirs:.0f}", f"**{1e6 * ours:.0f}**", f"{ours / theirs:.2f} x"]
+        for what in _PASSES:
+            flash, cudnn, ours = [times.get(f"{who}{what}") for who in ("flash ", "cudnn ", "")]
+            others = [f"{1e6 * each:.0f}" if each else "–" for each in (flash, cudnn)]
+            cells += [*others, f"**{1e6 * ours:.0f}**", f"{ours / min(flash, cudnn or flash):.2f} x"]
         table.append(cells)
     return [*by_command(run, link), *rows_of(table)]
 

@@ -1,9 +1,10 @@
 """Microseconds of attention within segments, Bastile's kernels and PyTorch's flash attention told of the same segments,
-on one Hopper GPU: heads of published models, sequences as trainers put them side by side.
+on one Hopper GPU: heads of published models, sequences as trainers put them side by side. Where all have one length, as
+rows without padding, cuDNN's attention too, which is told of none.
 
     python tools/segment_attention.py [--only qwen3-8b]
 
-Each pass as a CUDA graph over copies of its inputs that are more than the L2 holds, both contenders in turns, medians
+Each pass as a CUDA graph over copies of its inputs that are more than the L2 holds, all contenders in turns, medians
 of eleven. Prints a JSON object a case as it goes, with the relative errors of results and gradients against float64 of
 the smaller cases."""
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from bastile.ops import _flash as flash
 from bastile.ops import _varlen as ours
+from bastile.ops._segments import within
 
 DEVICE = torch.device("cuda")
 ROUNDS, MOST_CHECKED = 11, 4096  # tokens
@@ -37,6 +39,11 @@ class Case:
     dim: int
     lengths: list[int]
     causal: bool = True
+    window: int = 0
+
+    @property
+    def is_even(self) -> bool:
+        return len({*self.lengths}) == 1
 
 
 CASES = {
@@ -51,6 +58,25 @@ CASES = {
     "qwen3-8b, one row of 8192": Case(32, 8, 128, [8192]),
     "llama-3.2-1b, one row of 8192": Case(32, 8, 64, [8192]),
     "gemma-3-4b, one row of 8192": Case(8, 4, 256, [8192]),
+    "qwen3-0.6b, one row of 512": Case(16, 8, 128, [512]),
+    "qwen3-0.6b, 4 rows of 1024": Case(16, 8, 128, [1024] * 4),
+    "qwen3-8b, one row of 512": Case(32, 8, 128, [512]),
+    "qwen3-8b, one row of 2048": Case(32, 8, 128, [2048]),
+    "qwen3-8b, 4 rows of 2048": Case(32, 8, 128, [2048] * 4),
+    "llama-3.2-1b, 4 rows of 1024": Case(32, 8, 64, [1024] * 4),
+    "qwen2.5-0.5b, 4 rows of 1024": Case(14, 2, 64, [1024] * 4),
+    "gemma-3-4b, 4 rows of 1024": Case(8, 4, 256, [1024] * 4),
+    "bert-base, 32 rows of 128": Case(12, 12, 64, [128] * 32, causal=False),
+    "vit-base, 32 rows of 197": Case(12, 12, 64, [197] * 32, causal=False),
+    "gemma-3-4b in windows of 1024, one row of 8192": Case(8, 4, 256, [8192], window=1024),
+    "gemma-3-1b in windows of 512, 4 rows of 728 to 1642": Case(4, 1, 256, _LARGE, window=512),
+    "gpt-oss-20b in windows of 128, 4 rows of 728 to 1642": Case(64, 8, 64, _LARGE, window=128),
+    "mistral-7b in windows of 4096, one row of 8192": Case(32, 8, 128, [8192], window=4096),
+    "phi-3-mini, 4 rows of 728 to 1642": Case(32, 32, 96, _LARGE),
+    "stablelm-3b, 4 rows of 728 to 1642": Case(32, 32, 80, _LARGE),
+    "modernbert-base in windows of 65, 16 rows of 32 to 512": Case(
+        12, 12, 64, [*range(32, 544, 32)], causal=False, window=65
+    ),
     "bert-base, 32 rows of 4 to 128": Case(12, 12, 64, [*range(4, 132, 4)], causal=False),
     "bert-large, 16 rows of 32 to 512": Case(16, 16, 64, [*range(32, 544, 32)], causal=False),
 }
@@ -60,14 +86,41 @@ def passes(case: Case, given: list[Tensor], cuts: Tensor) -> dict[str, Callable[
     """By contender and pass."""
     q, k, v, dy = given
     scale, longest = case.dim**-0.5, 1 << (max(case.lengths) - 1).bit_length()
-    shapes = [*cuts, longest, longest, 0.0, case.causal]
-    y, lse = ours.forward(q, k, v, cuts, case.causal, scale)
-    theirs, their_lse, *random, _ = flash.forward(q, k, v, *shapes, False, scale=scale)
+    shapes, how = [*cuts, longest, longest, 0.0, case.causal], flash.window_of(case.window, case.causal)
+    said, rows = (None, len(case.lengths)) if case.is_even else (cuts, 0)
+    last = case.causal, scale, case.window, rows
+    y, lse = ours.forward(q, k, v, said, *last)
+    theirs, their_lse, *random, _ = flash.forward(q, k, v, *shapes, False, scale=scale, **how)
+    contenders: dict[str, Callable[[], object]] = {
+        "flash forward": lambda: flash.forward(q, k, v, *shapes, False, scale=scale, **how),
+        "forward": lambda: ours.forward(q, k, v, said, *last),
+        "flash backward": lambda: flash.backward(dy, q, k, v, theirs, their_lse, *shapes, *random, scale=scale, **how),
+        "backward": lambda: ours.backward(dy, q, k, v, said, y, lse, *last),
+    }
+    return contenders | (of_cudnn(case, given) if case.is_even and not case.window else {})
+
+
+def of_cudnn(case: Case, given: list[Tensor]) -> dict[str, Callable[[], object]]:
+    """As `passes`; nothing where cuDNN does not serve such heads."""
+    q, k, v, dy = [t.unflatten(0, (len(case.lengths), -1)).transpose(1, 2) for t in given]
+    scale = case.dim**-0.5
+
+    def forward() -> tuple[Tensor, ...]:
+        return flash.cudnn_forward(q, k, v, None, True, 0.0, case.causal, False, scale=scale)
+
+    def backward() -> tuple[Tensor, ...]:
+        return flash.cudnn_backward(dy, q, k, v, y, lse, *random, None, *cuts, 0.0, case.causal, scale=scale)
+
+    try:
+        y, lse, *cuts, seed, offset, _ = forward()
+        random = seed, offset
+        backward()
+    except RuntimeError as error:
+        print(f"cuDNN: {str(error).splitlines()[0]}", file=sys.stderr)
+        return {}
     return {
-        "flash forward": lambda: flash.forward(q, k, v, *shapes, False, scale=scale),
-        "forward": lambda: ours.forward(q, k, v, cuts, case.causal, scale),
-        "flash backward": lambda: flash.backward(dy, q, k, v, theirs, their_lse, *shapes, *random, scale=scale),
-        "backward": lambda: ours.backward(dy, q, k, v, cuts, y, lse, case.causal, scale),
+        "cudnn forward": lambda: [forward()[0].transpose(1, 2).flatten(0, 1)],
+        "cudnn backward": lambda: [t.transpose(1, 2).flatten(0, 1) for t in backward()],
     }
 
 
@@ -79,8 +132,9 @@ def exact(case: Case, given: list[Tensor], cuts: list[int]) -> list[Tensor]:
         own, *both = [t[begin:end].transpose(0, 1) for t in (q, k, v)]
         keys, values = [t.repeat_interleave(case.heads // case.groups, 0) for t in both]
         scores = own @ keys.mT * case.dim**-0.5
-        if case.causal:
-            scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), float("-inf"))
+        at = torch.arange(scores.shape[-1], device=scores.device)
+        seen = within(at[:, None] - at, case.window, case.causal)
+        scores = scores.masked_fill(~seen, float("-inf"))
         parts.append((scores.softmax(-1) @ values).transpose(0, 1))
     y = torch.cat(parts)
     return [y.detach(), *torch.autograd.grad(y, (q, k, v), given[3].double())]
@@ -123,7 +177,7 @@ def run(name: str, case: Case) -> dict[str, object]:
     row["seconds"] = {what: statistics.median(each[what] for each in rounds) for what in graphs}
     if cuts[-1] <= MOST_CHECKED:
         want, first = exact(case, copies[0], cuts), made[0]
-        for who in ("flash ", ""):
+        for who in [name.removesuffix("forward") for name in first if name.endswith("forward")]:
             found = [first[f"{who}forward"]()[0], *first[f"{who}backward"]()]  # type: ignore[index, misc]
             errors = [float((f.double() - w).norm() / w.norm()) for f, w in zip(found, want, strict=True)]
             row[f"{who}errors"] = dict(zip(("y", "dq", "dk", "dv"), errors, strict=True))

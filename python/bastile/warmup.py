@@ -18,7 +18,7 @@ from torch import nn
 from bastile._library import compiling_ahead, kernel_counts
 from bastile.models.recording import Call, Like, recorded
 from bastile.ops import _varlen as varlen
-from bastile.ops._common import FLOATS, HALVES, is_hopper
+from bastile.ops._common import FLOATS, is_hopper
 from bastile.patching import _unwrapped, apply_to_model, get_patched_ops
 from bastile.shapes import MODELS
 
@@ -170,7 +170,7 @@ def _work(
 
 def _attention(model_or_config: Any, dtype: torch.dtype | None) -> list[Call]:
     """Those of batches with padding, or packed, which tensors without values do not tell of: causal, with the heads
-    that the config names."""
+    that the config names, and in a window where it has one."""
     config = getattr(model_or_config, "config", model_or_config)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(text, "num_attention_heads", None)
@@ -182,7 +182,7 @@ def _attention(model_or_config: Any, dtype: torch.dtype | None) -> list[Call]:
         dtype = torch.get_autocast_dtype("cuda")
     elif dtype is None:
         dtype = getattr(model_or_config, "dtype", None) or torch.bfloat16
-    if width not in varlen.WIDTHS or dtype not in HALVES or heads % groups:
+    if not varlen.serves_heads(width, dtype) or heads % groups:
         return []
 
     def like(*shape: int, of: torch.dtype = dtype) -> Like:
@@ -194,10 +194,14 @@ def _attention(model_or_config: Any, dtype: torch.dtype | None) -> list[Call]:
         like(2, 2, of=torch.int32),
         like(heads, 64, of=torch.float32),
     )
-    how = 1.0, True
+    windows = {0, getattr(text, "sliding_window", None) or 0}
     return [
-        Call("segment_attention_forward", (q, k, k, cuts, *how)),
-        Call("segment_attention_backward", (q, q, k, k, cuts, q, lse, *how)),
+        call
+        for window in sorted(windows)
+        for call in (
+            Call("segment_attention_forward", (q, k, k, cuts, 1.0, True, 0, window)),
+            Call("segment_attention_backward", (q, q, k, k, cuts, q, lse, 1.0, True, 0, window)),
+        )
     ]
 
 

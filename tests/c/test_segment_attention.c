@@ -1,7 +1,7 @@
 /* test_segment_attention.c - attention within segments through the C API: values and gradients against plain loops in
  * double, in each type, with gaps, groups, segments without queries or without keys; errors; its kernels on every chip.
  *
- * CUDA serves heads of 64 and 128 in 16 bits. */
+ * CUDA serves heads of multiples of 8 up to 256 in 16 bits. */
 #include <math.h>
 
 #include "chips.h"
@@ -70,6 +70,8 @@ typedef struct problem {
     int type;
     int64_t gap;
     float most; /* of q, k, v and dy */
+    int window; /* 0: none */
+    bool even;  /* segments are all as long, and no cuts say so */
 } problem;
 
 static float qs[MOST], ks[MOST], vs[MOST], ys[MOST], dys[MOST], dqs[MOST], dks[MOST], dvs[MOST],
@@ -134,7 +136,8 @@ static void check(const problem *p) {
     memset(lses, 0xff, sizeof lses);
     bst_segment_attention_tensors given = {sizeof given,  .q = &t[0], .k = &t[1],  .v = &t[2],
                                            .cuts = &t[8], .y = &t[3], .lse = &t[9]};
-    bst_segment_attention_options options = {sizeof options, p->scale, p->causal};
+    bst_segment_attention_options options = {sizeof options, p->scale, p->causal, .window = p->window};
+    if (p->even) given.cuts = NULL, options.rows = p->segments > 1 ? (int)p->segments : 0;
     CHECK_OK(bst_segment_attention_forward(NULL, &given, &options));
     given.dy = &t[4], given.dq = &t[5], given.dk = &t[6], given.dv = &t[7];
     CHECK_OK(bst_segment_attention_backward(NULL, &given, &options));
@@ -148,8 +151,10 @@ static void check(const problem *p) {
     for (int64_t n = 0; n < p->segments; n++)
         for (int64_t h = 0; h < heads; h++)
             for (int64_t i = p->queries[n]; i < p->queries[n + 1]; i++) {
-                const int64_t g = h / each, begin = p->keys[n], end = p->keys[n + 1];
-                const int64_t seen = p->causal ? end - (p->queries[n + 1] - 1 - i) : end, to = (i * heads + h) * dim;
+                const int64_t g = h / each, end = p->keys[n + 1], at = end - (p->queries[n + 1] - i);
+                const int64_t window = p->window ? p->window : INT32_MAX, to = (i * heads + h) * dim;
+                const int64_t begin = at - window + 1 > p->keys[n] ? at - window + 1 : p->keys[n];
+                const int64_t last = p->causal ? at + 1 : at + window, seen = last < end ? last : end;
                 double top = -INFINITY, total = 0, off = 0;
                 for (int64_t j = begin; j < seen; j++) {
                     sum s = dot(&q, i, h, &k, j, g);
@@ -219,6 +224,23 @@ static const problem problems[] = {
     {"large scores", {0, 66}, {0, 130}, 1, 1, 1, 64, .most = 8, .scale = 1},
     /* More tiles than there are stages, and with causal a diagonal that cuts through several. */
     {"tiles", {0, 5, 290}, {0, 5, 300}, 2, 1, 1, 64, .most = 2},
+    /* Heads that are no whole boxes: what is behind their columns is not there. */
+    {"heads of 40", {0, 9, 80}, {0, 40, 120}, 2, 4, 2, 40, .most = 2, .gap = 8},
+    {"heads of 96", {0, 70, 140}, {0, 66, 180}, 2, 2, 1, 96, .most = 1},
+    {"heads of 200", {0, 30, 110}, {0, 30, 150}, 2, 2, 1, 200, .most = 1, .gap = 8},
+    /* All as long, without cuts; fewer keys, so that with causal some queries see none. */
+    {"rows", {0, 70, 140, 210}, {0, 70, 140, 210}, 3, 2, 1, 64, .most = 2, .even = true},
+    {"one row", {0, 90}, {0, 90}, 1, 2, 1, 64, .most = 2, .even = true},
+    {"rows of fewer keys", {0, 50, 100}, {0, 40, 80}, 2, 2, 2, 64, .most = 2, .even = true},
+    /* Windows: of one key, within a tile, of whole tiles and beyond, as long as a segment; with more keys than queries,
+     * and fewer, of which the first see none. */
+    {"a window of one", {0, 3, 150}, {0, 3, 150}, 2, 2, 1, 64, .most = 2, .window = 1},
+    {"a window", {0, 280}, {0, 280}, 1, 1, 1, 64, .most = 2, .window = 37},
+    {"a window and tiles", {0, 400}, {0, 400}, 1, 2, 1, 64, .most = 2, .window = 130, .even = true},
+    {"a window of wide heads", {0, 150, 210}, {0, 150, 280}, 2, 2, 1, 256, .most = 1, .window = 66},
+    {"a window of all", {0, 100, 190}, {0, 100, 190}, 2, 2, 1, 64, .most = 2, .window = 100},
+    {"a window, more keys", {0, 60, 70}, {0, 200, 340}, 2, 2, 1, 128, .most = 1, .window = 70},
+    {"a window, fewer keys", {0, 200, 260}, {0, 20, 22}, 2, 2, 1, 64, .most = 2, .window = 30},
     /* No keys at all. */
     {"no keys", {0, 20, 30}, {0, 0, 0}, 2, 2, 1, 64, .most = 2},
 };
@@ -318,9 +340,6 @@ TEST(errors_name_the_argument_and_write_nothing) {
     s.given.k = NULL;
     refused(&s, true, BST_INVALID, "k is NULL");
     make_small(&s, 12, 4);
-    s.given.cuts = NULL;
-    refused(&s, true, BST_INVALID, "cuts is NULL");
-    make_small(&s, 12, 4);
     s.given.dy = NULL;
     refused(&s, false, BST_INVALID, "dy is NULL");
     make_small(&s, 12, 4);
@@ -358,6 +377,30 @@ TEST(errors_name_the_argument_and_write_nothing) {
     make_small(&s, 12, 4);
     s.given.size = 3;
     refused(&s, true, BST_INVALID, "size is 3");
+}
+
+/* Without cuts there is one segment, or so many rows as divide both. */
+TEST(rows_that_are_wrong) {
+    small s;
+    bst_segment_attention_options options = {sizeof options, .rows = 5};
+    const struct {
+        int rows, window;
+        bool cuts;
+        const char *said;
+    } wrong[] = {{5, 0, false, "q has 12 tokens and k 12, and rows is 5; multiples of it are needed"},
+                 {4, 0, true, "cuts is given, and rows; one of both is needed"},
+                 {-1, 0, false, "rows is -1"},
+                 {0, -1, true, "window is -1"}};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        make_small(&s, 12, 4);
+        if (!wrong[i].cuts) s.given.cuts = NULL;
+        options.rows = wrong[i].rows, options.window = wrong[i].window;
+        CHECK_EQ_I(bst_segment_attention_forward(NULL, &s.given, &options), BST_INVALID);
+        CHECK_STR(bst_last_error(), wrong[i].said);
+        CHECK_EQ_I(bst_segment_attention_backward(NULL, &s.given, &options), BST_INVALID);
+        CHECK_STR(bst_last_error(), wrong[i].said);
+        check_unwritten();
+    }
 }
 
 /* Cuts that are none. On a GPU nobody looks at them before they are used: the call ends, and no access is out of
@@ -486,14 +529,17 @@ static bst_segment_attention_tensors fake_tensors(bst_shape s[10], int type, int
                                            .dv = bst_device_tensor(&s[9], of, 3, of_k)};
 }
 
-/* Each width and type that CUDA serves; the two passes, causal and not. */
+/* Each width that CUDA computes, and one that it fills up; both types; the two passes, causal and not, with a window
+ * and without. */
 static void compile_calls(void) {
-    for (int type = 1; type < 3; type++)
-        for (int64_t dim = 64; dim <= 256; dim *= 2)
-            for (int causal = 0; causal < 2; causal++) {
+    static const int64_t dims[] = {64, 128, 256, 96};
+    for (int i = 0; i < 4; i++)
+        for (int type = 1; type < 3; type++)
+            for (int way = 0; way < 4; way++) {
+                if ((way > 1 || i == 3) && type == 2) continue; /* which differs by an instruction's name */
                 bst_shape s[10];
-                const bst_segment_attention_tensors given = fake_tensors(s, type, 4096, 32, 8, dim);
-                bst_segment_attention_options options = {sizeof options, .causal = causal};
+                const bst_segment_attention_tensors given = fake_tensors(s, type, 4096, 32, 8, dims[i]);
+                bst_segment_attention_options options = {sizeof options, .causal = way % 2, .window = way / 2 * 512};
                 CHECK_OK(bst_segment_attention_forward(&bst_fake_exec, &given, &options));
                 CHECK_OK(bst_segment_attention_backward(&bst_fake_exec, &given, &options));
             }
@@ -522,7 +568,8 @@ TEST(kernels_compile_for_every_chip) {
             refused_call(1, 64, "compute capability 9.0");
         } else {
             refused_call(0, 64, "heads have 64 elements of float32");
-            refused_call(2, 80, "heads have 80 elements of float16");
+            refused_call(2, 84, "heads have 84 elements of float16");
+            refused_call(1, 264, "heads have 264 elements of bfloat16");
             bst_shape s[10];
             const bst_segment_attention_tensors given = fake_tensors(s, 1, 64, 2, 2, 64);
             s[8].tensor.data = (char *)s[8].tensor.data + 2;
@@ -538,6 +585,7 @@ int main(void) {
     RUN(values_and_gradients);
     RUN(heads_of_any_size);
     RUN(errors_name_the_argument_and_write_nothing);
+    RUN(rows_that_are_wrong);
     RUN(cuts_that_are_wrong);
     RUN(nothing_to_do);
     RUN(segments_keep_to_themselves);

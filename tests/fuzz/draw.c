@@ -170,7 +170,8 @@ static void bind_related(const fuzz_call *c, symbols *s) {
         if (s->budget > most) s->budget = most;
         bind(s, 'G', groups), bind(s, 'H', groups * (fuzz_chance(50) ? 0 : 1 + fuzz_below(3)));
 #ifdef BST_EMULATE /* what CUDA serves */
-        bind(s, 'D', fuzz_chance(2) ? 64 : 128);
+        static const int64_t widths[] = {8, 64, 96, 128};
+        bind(s, 'D', widths[fuzz_below(4)]);
 #else
         bind(s, 'D', 1 + fuzz_below(fuzz_chance(20) ? 150 : 40));
 #endif
@@ -220,6 +221,16 @@ static void bind_groups(fuzz_call *c, symbols *s) {
     int64_t width = draw_size(s), count = fuzz_chance(2) ? 1 : 1 + fuzz_below(s->budget < 9 ? s->budget : 9);
     bind(s, 'H', width * count);
     c->attributes[group].i = count == 1 && fuzz_chance(2) ? 0 : width;
+}
+
+/* Segments that are all as long, without cuts, or those that cuts make; and a window. */
+static void bind_segments(fuzz_call *c, symbols *s) {
+    int window = fuzz_attribute(c->function, "window");
+    if (window < 0) return;
+    int64_t rows = fuzz_chance(3) ? 1 + fuzz_below(4) : 0;
+    c->attributes[fuzz_attribute(c->function, "rows")].i = rows;
+    c->attributes[window].i = fuzz_chance(2) ? 0 : 1 + fuzz_below(fuzz_chance(4) ? INT32_MAX : 70);
+    if (rows) bind(s, 'T', rows * draw_size(s)), bind(s, 'S', rows * draw_size(s));
 }
 
 static void add(fuzz_tensor *t, int64_t size) { t->shape[t->dims++] = size; }
@@ -287,6 +298,7 @@ static bool draw_given(const fuzz_call *c, int place) {
     if (place == boundaries && (c->of[0].shape[0] != 1 || c->of[initial].given)) return fuzz_chance(16);
     if (boundaries >= 0 && c->of[boundaries].given && strchr(a->shape ? a->shape : "", 'K') && place > boundaries)
         return fuzz_chance(16); /* states */
+    if (!strcmp(a->name, "cuts")) return !c->attributes[fuzz_attribute(c->function, "rows")].i && !fuzz_chance(8);
     return !(a->flags & BST_OPTIONAL) || fuzz_chance(2);
 }
 
@@ -322,6 +334,7 @@ void fuzz_draw(fuzz_call *c, const bst_function *f) {
     bind_quantised(c, &s);
     bind_kept(c, &s);
     bind_groups(c, &s);
+    bind_segments(c, &s);
     for (int i = 0; i < c->count; i++) {
         int place = order[i];
         fuzz_tensor *t = &c->of[place];

@@ -1,31 +1,46 @@
 /* reference_segment_attention.c - attention within segments in float64. Backward takes y and lse as they are given. */
 #include "reference.h"
 
+/* What weighs nothing in float32, up to 1.2e-38, is not nothing here: all of it may be missing, where of a size no more
+ * than 2e-5 may. */
+#define NOTHING 1e-33
+
 /* The keys that a query sees, and its segment. */
 typedef struct seen {
-    int64_t begin, end, query, query_end, key_end;
+    int64_t begin, end, key, query, query_end, key_end;
 } seen;
 
 static seen seen_of(const fuzz_call *c, int64_t query) {
-    const fuzz_tensor *cuts = input(c, "cuts");
-    const int64_t count = last(cuts);
-    int64_t n = 0;
-    while (query >= (int64_t)cuts->numbers[n + 1]) n++;
-    seen s = {.begin = (int64_t)cuts->numbers[count + n],
-              .query = (int64_t)cuts->numbers[n],
-              .query_end = (int64_t)cuts->numbers[n + 1],
-              .key_end = (int64_t)cuts->numbers[count + n + 1]};
-    s.end = s.key_end - (whole(c, "causal") ? s.query_end - 1 - query : 0);
+    const fuzz_tensor *cuts = input(c, "cuts"), *q = input(c, "q"), *k = input(c, "k");
+    const int64_t rows = whole(c, "rows") ? whole(c, "rows") : 1, window = whole(c, "window");
+    seen s;
+    if (cuts) {
+        const int64_t count = last(cuts);
+        int64_t n = 0;
+        while (query >= (int64_t)cuts->numbers[n + 1]) n++;
+        s = (seen){.begin = (int64_t)cuts->numbers[count + n],
+                   .query = (int64_t)cuts->numbers[n],
+                   .query_end = (int64_t)cuts->numbers[n + 1],
+                   .key_end = (int64_t)cuts->numbers[count + n + 1]};
+    } else {
+        const int64_t queries = q->shape[0] / rows, keys = k->shape[0] / rows, n = query / queries;
+        s = (seen){.begin = n * keys, .query = n * queries, .query_end = (n + 1) * queries, .key_end = (n + 1) * keys};
+    }
+    s.key = s.begin;
+    const int64_t place = s.key_end + query - s.query_end;
+    s.end = whole(c, "causal") ? place + 1 : s.key_end;
+    if (window && place + window < s.end) s.end = place + window;
+    if (window && place - window + 1 > s.begin) s.begin = place - window + 1;
     return s;
 }
 
 /* Infinite where a weight of nothing meets what is not finite: a key that is not seen, in the tile of one that is. */
 static double unless_spilled(const fuzz_call *c, const seen *s, const char *const *names) {
-    for (; whole(c, "causal") && *names; names++) {
+    for (; (whole(c, "causal") || whole(c, "window")) && *names; names++) {
         const fuzz_tensor *t = input(c, *names);
         const bool of_keys = **names == 'k' || **names == 'v';
         const int64_t row = t->shape[1] * t->shape[2], end = (of_keys ? s->key_end : s->query_end) * row;
-        for (int64_t e = (of_keys ? s->begin : s->query) * row; e < end; e++)
+        for (int64_t e = (of_keys ? s->key : s->query) * row; e < end; e++)
             if (!isfinite(t->numbers[e])) return INFINITY;
     }
     return 0;
@@ -73,8 +88,7 @@ void fuzz_segment_attention_forward(fuzz_call *c) {
                 const double term = exp(scores[j] - top) / total * v[(j * groups + group) * dim + i];
                 sum += term, sizes += fabs(term);
             }
-            /* What weighs nothing in float32 is not nothing here. */
-            for (int64_t j = s.begin; j < s.end; j++) sizes += 1e-37 * fabs(v[(j * groups + group) * dim + i]);
+            for (int64_t j = s.begin; j < s.end; j++) sizes += NOTHING * fabs(v[(j * groups + group) * dim + i]);
             want(y, at * dim + i, sum, unless_large(sizes) * most);
         }
     }
@@ -95,7 +109,7 @@ void fuzz_segment_attention_backward(fuzz_call *c) {
         double of_delta, delta = dot(of_dy, y + at * dim, dim, &of_delta);
         for (int64_t i = 0; spilled > 0 && i < dim; i++) {
             dq->size[at * dim + i] = INFINITY;
-            for (int64_t j = s.begin; j < s.key_end; j++)
+            for (int64_t j = s.key; j < s.key_end; j++)
                 dk->size[(j * groups + group) * dim + i] = dv->size[(j * groups + group) * dim + i] = INFINITY;
         }
         for (int64_t j = s.begin; j < s.end; j++) {
@@ -105,7 +119,7 @@ void fuzz_segment_attention_backward(fuzz_call *c) {
             const double p = exp(score - given);
             const double off = unless_large(of_score * fmax(fabs(scale), 1) + fabs(given) + 1);
             /* A weight that is nothing in float32 may meet a large gradient, and one that is too large a zero. */
-            const double weight = p < 1e36 ? p + 1e-37 : INFINITY;
+            const double weight = p < 1e36 ? p + NOTHING : INFINITY;
             const double ds = p * (dp - delta), of_ds = unless_large(weight * unless_large(of_dp + of_delta)) * off;
             for (int64_t i = 0; i < dim; i++) {
                 dq->numbers[at * dim + i] += scale * ds * k->numbers[from + i];

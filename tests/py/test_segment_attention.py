@@ -2,7 +2,7 @@
 `scaled_dot_product_attention` of each segment as the yardstick. What models call is masked_attention, whose tests are
 its own.
 
-CUDA serves heads of 64 and 128 in 16 bits, a CPU any."""
+CUDA serves heads of multiples of 8 up to 256 in 16 bits, a CPU any."""
 
 from __future__ import annotations
 
@@ -58,20 +58,21 @@ def cuts_of(lengths: Lengths, device: str) -> Tensor:
 
 class Ours(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, cuts, scale, causal):
-        y, lse = FORWARD(q, k, v, cuts, scale, causal)
+    def forward(ctx, q, k, v, cuts, scale, causal, rows, window):
+        y, lse = FORWARD(q, k, v, cuts, scale, causal, rows, window)
         ctx.save_for_backward(q, k, v, cuts, y, lse)
-        ctx.options = scale, causal
+        ctx.options = scale, causal, rows, window
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        return *BACKWARD(dy, *ctx.saved_tensors, *ctx.options), None, None, None
+        return *BACKWARD(dy, *ctx.saved_tensors, *ctx.options), *[None] * 5
 
 
-def by_segment(lengths: Lengths, causal: bool, attend):
+def by_segment(lengths: Lengths, causal: bool, attend, window: int = 0):
     """A function of q, k, v as a call of `attend` for each segment, of the queries that see keys: q [heads, L, D], k
-    and v repeated for them, and which keys each sees, or None where it is all."""
+    and v repeated for them, and which keys each sees, or None where it is all. With a window no segment has fewer keys
+    than queries."""
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         each = q.shape[1] // max(k.shape[1], 1)
@@ -83,9 +84,10 @@ def by_segment(lengths: Lengths, causal: bool, attend):
                 parts.append(q[row : row + blind] * 0.0)
             if blind < queries:
                 seen = None
-                if causal:
-                    behind = torch.arange(keys, device=q.device) - (keys - queries)
-                    seen = behind <= torch.arange(blind, queries, device=q.device)[:, None]
+                if causal or window:
+                    key_at = torch.arange(keys, device=q.device) - (keys - queries)
+                    before = torch.arange(blind, queries, device=q.device)[:, None] - key_at
+                    seen = (before >= 0 if causal else before > -window) & (before < (window or math.inf))
                 of_q, of_k, of_v = q[row + blind : row + queries], k[key : key + keys], v[key : key + keys]
                 parts.append(attend(*(t.transpose(0, 1) for t in (of_q, of_k, of_v)), seen).transpose(0, 1))
             row, key = row + queries, key + keys
@@ -108,7 +110,8 @@ def definition(scale: float):
 def stock(scale: float):
     def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
         of_torch, is_triangle = torch.nn.functional.scaled_dot_product_attention, q.shape[1] == k.shape[1]
-        how = {"is_causal": True} if seen is not None and is_triangle else {"attn_mask": seen}
+        is_triangle = is_triangle and seen is not None and torch.equal(seen, seen.tril()) and bool(seen[:, 0].all())
+        how = {"is_causal": True} if is_triangle else {"attn_mask": seen}
         return of_torch(q[None], k[None], v[None], scale=scale, **how)[0]
 
     return attend
@@ -126,13 +129,16 @@ def inputs(lengths: Lengths, heads: int, groups: int, dim: int, dtype, device: s
     return of
 
 
-def case(lengths: Lengths, tensors: dict[str, Tensor], causal: bool, scale: float = 0.0) -> Case:
-    cuts, dim = cuts_of(lengths, str(tensors["q"].device)), tensors["q"].shape[-1]
-    factor = scale or dim**-0.5
+def case(
+    lengths: Lengths, tensors: dict[str, Tensor], causal: bool, scale: float = 0.0, window: int = 0, even: bool = False
+) -> Case:
+    """even: that all are as long is said in the place of cuts."""
+    cuts, dim = None if even else cuts_of(lengths, str(tensors["q"].device)), tensors["q"].shape[-1]
+    factor, rows = scale or dim**-0.5, len(lengths) if even else 0
     return Case(
-        ours=lambda q, k, v: Ours.apply(q, k, v, cuts, scale, causal),
-        stock=by_segment(lengths, causal, stock(factor)),
-        exact=by_segment(lengths, causal, definition(factor)),
+        ours=lambda q, k, v: Ours.apply(q, k, v, cuts, scale, causal, rows, window),
+        stock=by_segment(lengths, causal, stock(factor), window),
+        exact=by_segment(lengths, causal, definition(factor), window),
         inputs=tensors,
         # Where a query sees few keys, the gradient of its scores is a small difference of numbers of about sqrt(dim).
         terms={name: 4 * factor * dim**0.5 for name in ("dq", "dk")},
@@ -189,8 +195,8 @@ def test_what_sees_nothing_is_zero(device, causal):
     dtype = torch.bfloat16
     tensors = inputs(UNEVEN, 2, 1, 64, dtype, device)
     cuts = cuts_of(UNEVEN, device)
-    y, lse = FORWARD(*tensors.values(), cuts, 0.0, causal)
-    grads = BACKWARD(torch.ones_like(y), *tensors.values(), cuts, y, lse, 0.0, causal)
+    y, lse = FORWARD(*tensors.values(), cuts, 0.0, causal, 0, 0)
+    grads = BACKWARD(torch.ones_like(y), *tensors.values(), cuts, y, lse, 0.0, causal, 0, 0)
     blind, unseen = torch.zeros(y.shape[0], dtype=torch.bool), torch.zeros(len(tensors["k"]), dtype=torch.bool)
     for (row, to), (key, end), (queries, keys) in zip(*map(pairwise, cuts.tolist()), UNEVEN, strict=True):
         blind[row:to] = torch.arange(queries) < (queries - keys if causal else 0 if keys else queries)
@@ -207,7 +213,7 @@ def test_what_sees_nothing_is_zero(device, causal):
 def test_the_sum_of_exponentials(device, causal):
     lengths, dim = [(40, 40), (20, 70)], 64
     tensors = inputs(lengths, 2, 1, dim, torch.bfloat16, device)
-    _, lse = FORWARD(*tensors.values(), cuts_of(lengths, device), 0.0, causal)
+    _, lse = FORWARD(*tensors.values(), cuts_of(lengths, device), 0.0, causal, 0, 0)
     sums = []
     by_segment(lengths, causal, lambda q, k, v, seen: (sums.append(of_sums(q, k, seen)), q)[1])(
         *(t.double() for t in tensors.values())
@@ -229,8 +235,8 @@ def test_the_same_bits_from_any_number_of_threads(causal):
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            y, lse = FORWARD(*tensors.values(), cuts, 0.0, causal)
-            results.append([y, lse, *BACKWARD(tensors["q"], *tensors.values(), cuts, y, lse, 0.0, causal)])
+            y, lse = FORWARD(*tensors.values(), cuts, 0.0, causal, 0, 0)
+            results.append([y, lse, *BACKWARD(tensors["q"], *tensors.values(), cuts, y, lse, 0.0, causal, 0, 0)])
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
@@ -239,12 +245,38 @@ def test_the_same_bits_from_any_number_of_threads(causal):
 
 
 @each_device
+@each_way
+@pytest.mark.parametrize(
+    ("queries", "keys", "window"), [(150, 150, 16), (150, 150, 70), (300, 300, 140), (40, 200, 30)]
+)
+def test_windows(device, causal, queries, keys, window):
+    """Within a tile and of several, beside more keys than queries; of rows that are all as long."""
+    if EMULATED and queries > 150:
+        pytest.skip("long on an emulated chip")
+    lengths = [(queries, keys)] * 2
+    tensors = inputs(lengths, 4, 2, 64, torch.bfloat16, device)
+    for even in (False, True):
+        of = case(lengths, tensors, causal, 0.0, window, even)
+        assert_no_worse_pooled(lambda: of, draws=1)  # noqa: B023
+
+
+@each_device
+@pytest.mark.parametrize("dim", [40, 72, 96, 160])
+def test_heads_of_other_widths(device, dim):
+    """Which kernels compute as more columns."""
+    lengths = [(70, 70), (33, 60)]
+    assert_no_worse_pooled(
+        lambda: case(lengths, inputs(lengths, 4, 2, dim, torch.bfloat16, device, "apart"), True), draws=2
+    )
+
+
+@each_device
 def test_nothing_at_all(device):
     for queries, keys, heads in ((0, 5, 4), (5, 0, 4), (0, 0, 4), (5, 5, 0)):
         q, k = (torch.ones(n, h, 64, dtype=torch.bfloat16, device=device) for n, h in ((queries, heads), (keys, 2)))
         cuts = cuts_of([(queries, keys)], device)
-        y, lse = FORWARD(q, k, k, cuts, 0.0, True)
-        grads = BACKWARD(y, q, k, k, cuts, y, lse, 0.0, True)
+        y, lse = FORWARD(q, k, k, cuts, 0.0, True, 0, 0)
+        grads = BACKWARD(y, q, k, k, cuts, y, lse, 0.0, True, 0, 0)
         assert [t.shape for t in (y, lse, *grads)] == [q.shape, (heads, queries), q.shape, k.shape, k.shape]
         assert (lse == math.inf).all()
         assert not any(t.any() for t in (y, *grads))
@@ -257,11 +289,11 @@ def test_described_to_pytorch(device, causal):
     lengths = [(9, 9), (3, 8)]
     q, k, v = inputs(lengths, 4, 2, 64, torch.bfloat16, device, "heads first").values()
     cuts = cuts_of(lengths, device)
-    torch.library.opcheck(FORWARD, (q, k, v, cuts, 0.0, causal))
-    y, lse = FORWARD(q, k, v, cuts, 0.0, causal)
+    torch.library.opcheck(FORWARD, (q, k, v, cuts, 0.0, causal, 0, 0))
+    y, lse = FORWARD(q, k, v, cuts, 0.0, causal, 0, 0)
     assert y.is_contiguous()
     assert lse.dtype is torch.float32
-    torch.library.opcheck(BACKWARD, (torch.ones_like(y), q, k, v, cuts, y, lse, 0.0, causal))
+    torch.library.opcheck(BACKWARD, (torch.ones_like(y), q, k, v, cuts, y, lse, 0.0, causal, 0, 0))
 
 
 @pytest.mark.skipif(EMULATED, reason="inductor's code, for a CPU's operators")
@@ -271,8 +303,8 @@ def test_compiled_without_a_break():
     cuts = cuts_of(lengths, "cpu")
 
     def both(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        y, lse = FORWARD(2 * q, k, v, cuts, 0.0, True)
-        return [y, *BACKWARD(y, 2 * q, k, v, cuts, y, lse, 0.0, True)]
+        y, lse = FORWARD(2 * q, k, v, cuts, 0.0, True, 0, 0)
+        return [y, *BACKWARD(y, 2 * q, k, v, cuts, y, lse, 0.0, True, 0, 0)]
 
     compiled = torch.compile(both, fullgraph=True, dynamic=True)
     for a, b in zip(compiled(q, k, v), both(q, k, v), strict=True):
@@ -292,4 +324,4 @@ def test_compiled_without_a_break():
 def test_cuts_that_are_wrong(cuts, said):
     q = torch.ones(5, 1, 8)
     with pytest.raises(RuntimeError, match=f"segment_attention_forward: {said}"):
-        FORWARD(q, q, q, torch.tensor(cuts, dtype=torch.int32), 0.0, False)
+        FORWARD(q, q, q, torch.tensor(cuts, dtype=torch.int32), 0.0, False, 0, 0)

@@ -552,15 +552,18 @@ def test_attention_within_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warmup, "_warm", lambda _types, work, *_rest: warmed.append([c.operator for c in work]))
     heads = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     wide, narrow = [tiny("qwen3", torch.bfloat16, **heads, head_dim=width) for width in (64, 32)]
+    in_windows = tiny("qwen3", torch.bfloat16, **heads, head_dim=64)
+    in_windows.config.sliding_window = 16
     for given, dtype, chip in (
         (wide, None, "sm_90"),
         (wide, None, "sm_80"),
         (wide, torch.float32, "sm_90"),
         (wide.config, None, "sm_90"),
         (narrow, None, "sm_90"),
+        (in_windows, None, "sm_90"),
     ):
         bastile.warmup_all_kernels(given, dtype, chip=chip, progress=False)
     found = [[name for name in each if name.startswith("segment_attention")] for each in warmed]
     both = ["segment_attention_forward", "segment_attention_backward"]
-    assert found == [both, [], [], both, []]
+    assert found == [both, [], [], both, [], both * 2]
     assert all(len(each) > 5 for each in warmed)

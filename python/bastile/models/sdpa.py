@@ -23,6 +23,7 @@ from bastile.guards import stand_in_for, stock_of
 from bastile.models.forms import codes
 from bastile.models.padding import is_unread
 from bastile.models.varlen import is_sdpa
+from bastile.ops._attentions import are_faster_here, is_much
 from bastile.ops._common import HALVES, cast_as_linear, cast_type
 from bastile.ops._segments import Segments, of_padding, of_sequences, of_whole_rows, seen, with_more_behind
 from bastile.ops.masked_attention import masked_attention, refusal
@@ -253,6 +254,10 @@ def _attends(original: Any) -> Any:
     def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(attention_mask):
             _look_at(module, query, key, value, args, kwargs)
+            if attention_mask is None and _are_faster_here(module, query, key, value, args, kwargs):
+                _TALLY.count()
+                q, k, v = cast_as_linear(query, key, value)
+                return masked_attention(q, k, v, scale=kwargs.get("scaling")), None
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         q, k, v = cast_as_linear(query, key, value)  # as autocast casts what PyTorch's attention is given
         said, dropout = _said(attention_mask, key.shape[2]), kwargs.get("dropout") or 0.0
@@ -302,6 +307,22 @@ def _note(module: Any, takes: bool) -> None:
     if config is not None and id(config) not in _looked_at:
         key = id(config)
         _looked_at[key] = weakref.ref(config, lambda _: _looked_at.pop(key, None)), takes
+
+
+_DEVICES = ("cuda",)
+
+
+def _are_faster_here(module: Any, query: Any, key: Any, value: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call without a mask is of whole rows, causal, that Bastile's kernels attend to faster."""
+    if torch.compiler.is_compiling() or query.device.type not in _DEVICES or not is_much(query):
+        return False
+    is_causal = kwargs.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal) or kwargs.get("dropout"):
+        return False
+    if query.shape[2] != key.shape[2] or _refusal(args, kwargs) is not None:
+        return False
+    q, k, v = cast_as_linear(query, key, value)
+    return refusal(q, k, v) is None and q.shape[3] == v.shape[3] and are_faster_here(q, k, v)
 
 
 _WIDE = "its tensors are of float32"

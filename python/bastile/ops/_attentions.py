@@ -16,8 +16,14 @@ from bastile.ops import _varlen as varlen
 from bastile.ops._efficient import Wide
 from bastile.ops._segments import within
 
-#: What PyTorch's choice of an attention calls cuDNN's.
+#: What PyTorch's choice of an attention calls cuDNN's, and flash attention.
 _CUDNN: int = torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
+_FLASH: int = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
+
+#: Of causal rows, from so many products of queries with keys and columns on, Bastile's kernels take less time than
+#: cuDNN's (bench/NOTES.md). Below, host time is more than what there is to gain; and longer rows of narrow heads, whose
+#: weights cost as much as their products, cuDNN computes once in its backward pass, and Bastile twice.
+LEAST_WORK, NARROW, MOST_OF_NARROW = 4e9, 64, 4096
 
 
 @dataclass(frozen=True)
@@ -34,12 +40,14 @@ class Rows:
         """y, lse, and what else the backward pass takes."""
         if q.is_cuda and _are_wide(q):
             return self._of_wide(q).forward(*_behind(q, k, v))
-        if q.is_cuda and self._is_causal and not self.dropout and self._is_cudnn_s(q, k, v):
+        is_own = self._is_varlen_s(q)
+        if q.is_cuda and (not is_own or _are_long_and_narrow(q)) and self._is_cudnn_s(q, k, v):
             y, lse, *more, _ = flash.cudnn_forward(q, k, v, None, True, 0.0, True, False, scale=self.scale)
             return y.transpose(1, 2), lse, more
-        if self._is_varlen_s(q):
-            y, lse, more = self._as_pieces(q).forward(*tokens(q, k, v))
-            return y.unflatten(0, (q.shape[0], -1)), lse, more
+        if is_own:
+            own, keys, values = tokens(q, k, v)
+            y, lse = varlen.forward(own, keys, values, None, *self._of_varlen(q))
+            return y.unflatten(0, (q.shape[0], -1)), lse, []
         if not q.is_cuda:
             given = q, *_repeated(q, k, v), 0.0, self._is_causal
             y, lse = flash.forward_on_cpu(*given, attn_mask=self._bias(q), scale=self.scale)
@@ -60,7 +68,8 @@ class Rows:
             return list(flash.cudnn_backward(*read, seed, offset, None, *cuts, 0.0, True, scale=self.scale))
         if self._is_varlen_s(q):
             own, keys, values = tokens(q, k, v)
-            grads = self._as_pieces(q).backward(dy.flatten(0, 1), own, keys, values, y.flatten(0, 1), lse, more)
+            upstream, out = dy.flatten(0, 1), y.flatten(0, 1)
+            grads = varlen.backward(upstream, own, keys, values, None, out, lse, *self._of_varlen(q))
             return [g.unflatten(0, (q.shape[0], -1)).transpose(1, 2) for g in grads]
         if not q.is_cuda:
             given = dy.transpose(1, 2), q, *_repeated(q, k, v), y.transpose(1, 2), lse, 0.0, self._is_causal
@@ -72,10 +81,6 @@ class Rows:
     def unfused_on_cpu(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """y by PyTorch's differentiable operators, which drop weights."""
         return _unfused(self.dropout, self._is_causal, self.scale, self._bias(q), q, *_repeated(q, k, v))
-
-    def _as_pieces(self, q: Tensor) -> Pieces:
-        cuts = varlen.of_rows(q.shape[0], q.shape[2], q.device)
-        return Pieces(cuts, self.causal, q.shape[2], self.window, self.scale, self.dropout)
 
     def _of_wide(self, q: Tensor) -> Wide:
         return Wide(None, q.shape[2], self.causal, self.scale)
@@ -96,14 +101,15 @@ class Rows:
         return _bias(q, self.window, self.causal)
 
     def _is_cudnn_s(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether PyTorch would take its attention."""
-        if not flash.cudnn_is_known():
-            return False
-        grouped = q.shape[1] != k.shape[1]
-        return torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=self.scale, enable_gqa=grouped) == _CUDNN
+        """Whether it is causal, and PyTorch would take its attention."""
+        is_its = self._is_causal and not self.dropout and flash.cudnn_is_known()
+        return is_its and _choice(q, k, v, self.scale) == _CUDNN
 
     def _is_varlen_s(self, q: Tensor) -> bool:
-        return varlen.serves(q, q.shape[0], self.window, self.dropout)
+        return varlen.serves(q, q.shape[0], self.dropout)
+
+    def _of_varlen(self, q: Tensor) -> tuple[bool, float, int, int]:
+        return self.causal, self.scale, self.window, q.shape[0]
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ class Pieces:
             y, lse, more = self._of_wide.forward(q[None], k[None], v[None])
             return y[0], lse, more
         if self._is_varlen_s(q):
-            return *varlen.forward(q, k, v, self.cuts, self.causal, self.scale), []
+            return *varlen.forward(q, k, v, self.cuts, self.causal, self.scale, self.window), []
         if q.is_cuda:
             y, lse, *random, _ = flash.forward(q, k, v, *self._shapes, False, **self._how)
             return y, lse, random
@@ -140,7 +146,7 @@ class Pieces:
             dy, q, k, v, y = [t[None] for t in (dy, q, k, v, y)]
             return [g[0] for g in self._of_wide.backward(dy, q, k, v, y, lse, more)]
         if self._is_varlen_s(q):
-            return varlen.backward(dy, q, k, v, self.cuts, y, lse, self.causal, self.scale)
+            return varlen.backward(dy, q, k, v, self.cuts, y, lse, self.causal, self.scale, self.window)
         if q.is_cuda:
             return list(flash.backward(dy, q, k, v, y, lse, *self._shapes, *more, **self._how))
         grads = [torch.zeros_like(t) for t in (q, k, v)]
@@ -165,7 +171,7 @@ class Pieces:
         return torch.cat([*parts, v.new_zeros(len(q) - end, q.shape[1], v.shape[2])])
 
     def _is_varlen_s(self, q: Tensor) -> bool:
-        return varlen.serves(q, self.cuts.shape[1] - 1, self.window, self.dropout)
+        return varlen.serves(q, self.cuts.shape[1] - 1, self.dropout)
 
     @property
     def _of_wide(self) -> Wide:
@@ -194,6 +200,32 @@ class Pieces:
             if at.start < at.stop and read.start < read.stop:
                 own, *both = [t.transpose(0, 1)[None] for t in (q[at], k[read], v[read])]
                 yield at, read, [own, *_repeated(own, *both)]
+
+
+def are_faster_here(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether causal rows without padding, [B, heads, S, D], are attended to faster by Bastile's kernels than by what
+    PyTorch would take."""
+    return (
+        is_much(q)
+        and varlen.serves(q, q.shape[0], 0.0)
+        and not _are_long_and_narrow(q)
+        and _choice(q, k, v, q.shape[-1] ** -0.5) in (_CUDNN, _FLASH)
+    )
+
+
+def is_much(q: Tensor) -> bool:
+    """Whether it is enough work to be worth the question who does it."""
+    return q.numel() * q.shape[2] >= LEAST_WORK
+
+
+def _are_long_and_narrow(q: Tensor) -> bool:
+    return q.shape[3] <= NARROW and q.shape[2] > MOST_OF_NARROW
+
+
+def _choice(q: Tensor, k: Tensor, v: Tensor, scale: float) -> int:
+    """What PyTorch would attend to causal rows by."""
+    grouped = q.shape[1] != k.shape[1]
+    return torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=scale, enable_gqa=grouped)
 
 
 def _are_wide(q: Tensor) -> bool:

@@ -61,14 +61,14 @@ def _with_sink(
     return keys, values, bias
 
 
-def _is_varlen_s(q: Tensor, boundaries: Tensor, window: int) -> bool:
+def _is_varlen_s(q: Tensor, boundaries: Tensor) -> bool:
     """Whether Bastile's own attention computes this one."""
-    return varlen.serves(q, boundaries.numel() - 1 if boundaries.numel() else q.shape[0], window, 0.0)
+    return varlen.serves(q, boundaries.numel() - 1 if boundaries.numel() else q.shape[0], 0.0)
 
 
-def _cuts(boundaries: Tensor, batch: int, length: int, device: torch.device) -> Tensor:
+def _cuts(boundaries: Tensor) -> Tensor | None:
     """For Bastile's own attention, which the chip may have; without boundaries each row is a segment."""
-    return boundaries.expand(2, -1).contiguous() if boundaries.numel() else varlen.of_rows(batch, length, device)
+    return boundaries.expand(2, -1).contiguous() if boundaries.numel() else None
 
 
 def _flash(
@@ -78,10 +78,9 @@ def _flash(
     takes."""
     batch, heads, length, dim = q.shape
     varies, most = bool(boundaries.numel()), longest or length
-    if _is_varlen_s(q, boundaries, window):
-        cuts = _cuts(boundaries, batch, length, q.device)
+    if _is_varlen_s(q, boundaries):
         own, keys, values = [_tokens(t, True) for t in (q, k, v)]
-        o, lse = varlen.forward(own, keys, values, cuts, True, scale)
+        o, lse = varlen.forward(own, keys, values, _cuts(boundaries), True, scale, window, 0 if varies else batch)
         return o.view(batch, length, heads, dim), lse.view(heads, batch, length).transpose(0, 1)
     cut = boundaries if varies else None
     given = [*[_tokens(t, varies) for t in (q, k, v)], cut, cut, most, most, 0.0, True, False]
@@ -95,7 +94,7 @@ def _flash_backward(
     ctx: Any, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, y: Tensor, total: Tensor, *more: Any
 ) -> Any:
     boundaries, *random = more
-    is_own = _is_varlen_s(q, boundaries, ctx.window)
+    is_own = _is_varlen_s(q, boundaries)
     if not q.is_cuda and not is_own:
         keys, values, bias = _with_sink(q, k, v, sinks, ctx.window, boundaries)
         dq, *both = flash.backward_on_cpu(
@@ -109,9 +108,9 @@ def _flash_backward(
         total = total.transpose(0, 1).flatten(1)
     read = [dy, *[_tokens(t, varies) for t in (q, k, v)], y, total.contiguous()]
     if is_own:
-        cuts = _cuts(boundaries, q.shape[0], length, q.device)
         upstream, own, keys, values, out, lse = read
-        grads = varlen.backward(upstream, own, keys, values, cuts, out, lse, True, ctx.scale)
+        how = True, ctx.scale, ctx.window, 0 if boundaries.numel() else q.shape[0]
+        grads = varlen.backward(upstream, own, keys, values, _cuts(boundaries), out, lse, *how)
         return [g.unflatten(0, (-1, length)).transpose(1, 2) for g in grads]
     given = [*read, cut, cut, most, most, 0.0, True, *random]
     grads = flash.backward(*given, scale=ctx.scale, **flash.window_of(ctx.window))
@@ -121,7 +120,7 @@ def _flash_backward(
 class _SinkAttention(Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, boundaries, scale, window, longest):
-        if not q.is_cuda and not _is_varlen_s(q, boundaries, window):
+        if not q.is_cuda and not _is_varlen_s(q, boundaries):
             keys, values, bias = _with_sink(q, k, v, sinks, window, boundaries)
             y, total = flash.forward_on_cpu(q, keys, values, 0.0, False, attn_mask=bias, scale=scale)
             y, random = y.transpose(1, 2), []
@@ -195,7 +194,7 @@ def sink_attention(
     Returns:
         [B, S, heads, D], of q's type. Gradients flow to q, k, v and sinks; kept for them are these, the result and a
         float32 a query and head. A second differentiation is an error. On a GPU the gradients of queries are summed in
-        no fixed order, as PyTorch's flash attention does, but without a window on Hopper.
+        no fixed order, as PyTorch's flash attention does, but on Hopper.
 
     Raises:
         ValueError: for tensors that are not served, with the reason.

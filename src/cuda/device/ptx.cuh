@@ -81,8 +81,9 @@ BST_DEVICE float bst_shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xf
 BST_DEVICE uint32_t bst_shuffle_xor_u32(uint32_t v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 /* The lanes, as bits, that have the same number as this one. */
 BST_DEVICE uint32_t bst_match_any(uint32_t v) { return __match_any_sync(0xffffffffu, v); }
-/* The largest of a warp's numbers, by one instruction. */
+/* The largest of a warp's numbers, and their sum, by one instruction. */
 BST_DEVICE uint32_t bst_warp_max_u32(uint32_t v) { return __reduce_max_sync(0xffffffffu, v); }
+BST_DEVICE uint32_t bst_warp_sum_u32(uint32_t v) { return __reduce_add_sync(0xffffffffu, v); }
 
 /* ---- reading and writing 2, 4, 8 or 16 bytes (a constant) at an address aligned to them ----------------------------
  */

@@ -12,7 +12,7 @@ typedef bst_segment_attention_options given_options;
 /* ---- description ------------------------------------------------------------------------------------------------- */
 
 enum { Q, K, V, CUTS, Y, LSE, DY, DQ, DK, DV };
-enum { SCALE, CAUSAL };
+enum { SCALE, CAUSAL, ROWS, WINDOW };
 
 static const char *const meanings[] = {"Tthe tokens of q",
                                        "Hthe heads of q",
@@ -25,6 +25,8 @@ static const char *const meanings[] = {"Tthe tokens of q",
 static const bst_attribute_rule rules[] = {
     [SCALE] = BST_OPTION('d', scale, 0, FLT_MAX, "a finite number, 0 or above,"),
     [CAUSAL] = BST_OPTION('b', causal),
+    [ROWS] = BST_OPTION('i', rows, 0, INT32_MAX, "0 or above"),
+    [WINDOW] = BST_OPTION('i', window, 0, INT32_MAX, "0 or above"),
     {NULL},
 };
 
@@ -39,7 +41,7 @@ static bst_status check_heads(const char *op, const bst_view *v) {
 /* What can be said of cuts without their values. */
 static bst_status check_cuts(const char *op, const bst_view *v) {
     int64_t columns = v[CUTS].size[1];
-    if (columns >= 2) return BST_OK;
+    if (columns >= 2 || !v[CUTS].dims) return BST_OK;
     return bst__error(BST_INVALID, "%s: cuts has rows of %" PRId64 " elements; two or more, 0 first, are needed", op,
                       columns);
 }
@@ -51,7 +53,7 @@ static bst_status check_cuts(const char *op, const bst_view *v) {
                                                                         BST_LAST,   OF_Q,                  \
                                                                         BST_AT(k),  .check = check_heads}, \
     [V] = {"v", BST_IN, BST_FLOATS, "SGD", BST_LAST, OF_Q, BST_AT(v)}, [CUTS] = {"cuts",                   \
-                                                                                 BST_IN,                   \
+                                                                                 BST_IN | BST_OPTIONAL,    \
                                                                                  1u << BST_I32,            \
                                                                                  "2C",                     \
                                                                                  BST_CONTIGUOUS,           \
@@ -83,7 +85,8 @@ static const bst_argument backward_arguments[] = {
 
 static segment_attention_call call_of(const char *op, const bst_view *v, const bst_attribute *attributes) {
     double scale = attributes[SCALE].d;
-    int64_t dim = v[Q].size[2];
+    int64_t dim = v[Q].size[2], rows = attributes[ROWS].i;
+    bool has_cuts = v[CUTS].dims > 0;
     return (segment_attention_call){.op = op,
                                     .q = v[Q],
                                     .k = v[K],
@@ -96,13 +99,24 @@ static segment_attention_call call_of(const char *op, const bst_view *v, const b
                                     .heads = v[Q].size[1],
                                     .groups = v[K].size[1],
                                     .dim = dim,
-                                    .segments = v[CUTS].size[1] - 1,
+                                    .segments = has_cuts ? v[CUTS].size[1] - 1
+                                                : rows   ? rows
+                                                         : 1,
+                                    .window = attributes[WINDOW].i,
                                     .scale = (float)(scale != 0 ? scale : 1 / sqrt((double)dim)),
                                     .causal = attributes[CAUSAL].i};
 }
 
-/* What the values of cuts say, where the host has them. */
-static bst_status check_segments(const segment_attention_call *c) {
+/* Rows, or what the values of cuts say where the host has them. */
+static bst_status check_segments(const segment_attention_call *c, int64_t rows) {
+    if (!c->cuts.dims) {
+        if (c->queries % c->segments == 0 && c->keys % c->segments == 0) return BST_OK;
+        return bst__error(BST_INVALID,
+                          "%s: q has %" PRId64 " tokens and k %" PRId64 ", and rows is %" PRId64
+                          "; multiples of it are needed",
+                          c->op, c->queries, c->keys, c->segments);
+    }
+    if (rows) return bst__error(BST_INVALID, "%s: cuts is given, and rows; one of both is needed", c->op);
     if (c->cuts.device.device_type == kDLCUDA) return BST_OK;
     const int32_t *queries = c->cuts.data, *keys = queries + c->segments + 1;
     BST_TRY(bst__need_boundaries(c->op, "cuts[0]", queries, c->segments, c->queries));
@@ -138,7 +152,7 @@ static bst_status run_cpu(const bst_exec *exec, const segment_attention_call *c,
 static bst_status run_forward(const bst_exec *exec, const char *op, const bst_view *v,
                               const bst_attribute *attributes) {
     const segment_attention_call c = call_of(op, v, attributes);
-    BST_TRY(check_segments(&c));
+    BST_TRY(check_segments(&c, attributes[ROWS].i));
     if (!c.queries || !c.heads) return BST_OK;
     if (c.q.device.device_type == kDLCUDA) return bst__segment_attention_forward_cuda(exec, &c);
     return run_cpu(exec, &c, false);
@@ -148,7 +162,7 @@ static bst_status run_backward(const bst_exec *exec, const char *op, const bst_v
                                const bst_attribute *attributes) {
     segment_attention_call c = call_of(op, v, attributes);
     c.dy = v[DY], c.dq = v[DQ], c.dk = v[DK], c.dv = v[DV];
-    BST_TRY(check_segments(&c));
+    BST_TRY(check_segments(&c, attributes[ROWS].i));
     if (!c.queries || !c.heads) { /* keys that nobody sees */
         BST_TRY(bst__zero(exec, op, &c.dk));
         return bst__zero(exec, op, &c.dv);
@@ -164,7 +178,7 @@ static const bst_function forward = {
     .attributes = rules,
     .run = run_forward,
     BST_GIVEN,
-    BST_TORCH("segment_attention_forward: q k v cuts scale causal -> y lse"),
+    BST_TORCH("segment_attention_forward: q k v cuts scale causal rows window -> y lse"),
 };
 
 static const bst_function backward = {
@@ -174,7 +188,7 @@ static const bst_function backward = {
     .attributes = rules,
     .run = run_backward,
     BST_GIVEN,
-    BST_TORCH("segment_attention_backward: dy q k v cuts y lse scale causal -> dq dk dv"),
+    BST_TORCH("segment_attention_backward: dy q k v cuts y lse scale causal rows window -> dq dk dv"),
 };
 
 const bst_function *const bst__segment_attention[] = {&forward, &backward, NULL};

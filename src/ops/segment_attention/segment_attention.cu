@@ -9,9 +9,9 @@
  * both).
  * Bytes: q once, k and v once for each tile of queries, most of it from the L2, y and lse once. What limits it is the
  * tensor cores, and with short sequences that tiles are not whole ones. Measured on an H200, bf16, causal, us, beside
- * PyTorch's flash attention: a row of 8192, 32 heads of 128 on 8, 910 and 1793 (604 TFLOP/s); four rows of 728 to 1642
- * tokens 99 and 212; 16 heads on 8, four rows of 265 to 995, 43 and 82; a row of 8192 of 32 heads of 64 695 and 1016,
- * 8 of 256 548 and 1069. 168 registers. */
+ * PyTorch's flash attention and cuDNN: a row of 8192, 32 heads of 128 on 8, 842, 1804 and 913 (653 TFLOP/s), in a
+ * window of 4096 663 and 1571; four rows of 1024, 16 heads on 8, 46, 107 and 50, of 265 to 995 tokens 36 and 80; a row
+ * of 8192 of 32 heads of 64 616, 1013 and 631, 8 of 256 430, 1065 and 491. 168 registers. */
 #include "segment_attention_pieces.cuh"
 
 /* Scores become weights relative to the largest score so far, `top`. factor: what weights before are to be multiplied
@@ -44,7 +44,8 @@ BST_DEVICE void store(const attention_forward_args *a, const tile *t, int worker
         sum += bst_shuffle_xor(sum, 2);
         const float inverse = sum > 0.0f ? bst_divide(1.0f, sum) : 0.0f;
         BST_EACH(i, DIM / 4) sums[i / 2 * 4 + 2 * half + i % 2] *= inverse;
-        bst_tile_store_row(a->y, ((int64_t)row * a->of.heads + t->head) * DIM, sums, half, 0, DIM, DIM, is_row, TYPE);
+        bst_tile_store_row(a->y, ((int64_t)row * a->of.heads + t->head) * WIDTH, sums, half, 0, WIDTH, DIM, is_row,
+                           TYPE);
         const float lse = bst_fma(top[half], a->of.scale, bst_log2(sum)) * (1.0f / LOG2_E);
         if (is_row && bst_lane() % 4 == 0)
             a->lse[(int64_t)t->head * a->of.queries + row] = sum > 0.0f ? lse : BST_INFINITY;
@@ -52,7 +53,8 @@ BST_DEVICE void store(const attention_forward_args *a, const tile *t, int worker
 }
 
 BST_DEVICE void copy(const attention_forward_args *a, const tile *t, own *queries, ring *r) {
-    const int tiles = key_tiles(t), group = t->head / (a->of.heads / a->of.groups);
+    const span keys = span_of(t, t->first, ROWS, a->of.window);
+    const int tiles = keys.end - keys.begin, group = t->head / (a->of.heads / a->of.groups);
     if (!tiles) return;
     bst_barrier_wait(queries->empty, queries->parity ^ 1);
     bst_barrier_expect(queries->full, QUERY_PIECE);
@@ -66,7 +68,8 @@ BST_DEVICE void copy(const attention_forward_args *a, const tile *t, own *querie
             uint64_t *full = r->full + r->at.index;
             wait_for_room(r);
             bst_barrier_expect(full, KEY_PIECE);
-            copy_rows(stage_of(r, KEY_PIECE), side ? &a->v : &a->k, group, t->key + at * KEYS, KEYS, full);
+            copy_rows(stage_of(r, KEY_PIECE), side ? &a->v : &a->k, group, t->key + (keys.begin + at) * KEYS, KEYS,
+                      full);
             bst_next_stage(&r->at, ATTENTION_STAGES);
         }
 }
@@ -103,11 +106,13 @@ BST_DEVICE void begin_values(float *sums, uint32_t *words, const ring *r, int ad
 BST_DEVICE void work(const attention_forward_args *a, const tile *t, int worker, own *queries, ring *r) {
     float sums[DIM / 2], scores[KEYS / 2], top[2] = {-BST_INFINITY, -BST_INFINITY}, total[2] = {0, 0}, factor[2];
     uint32_t words[KEYS / 4];
-    const int tiles = key_tiles(t), row = t->first - t->query + worker * HALF;
-    const int seen[2] = {seen_by(t, row + own_row()), seen_by(t, row + own_row() + 8)};
-    const int least = seen_by(t, row); /* of this group's rows */
+    const int first = t->first + worker * HALF, window = a->of.window;
+    const span keys = span_of(t, t->first, ROWS, window), own_keys = span_of(t, first, HALF, window);
+    const int tiles = keys.end - keys.begin;
+    sight seen[2];
+    own_sight(t, first, window, seen);
     const unsigned char *rows = queries->memory + worker * HALF * 128;
-    if (tiles && t->first + worker * HALF >= t->end) {
+    if (tiles && first >= t->end) {
         sit_out(tiles, queries, r);
         queries->parity ^= 1;
         return;
@@ -120,19 +125,20 @@ BST_DEVICE void work(const attention_forward_args *a, const tile *t, int worker,
         bst_hold_some(scores, KEYS / 2);
         leave(r->empty + r->at.index);
         bst_next_stage(&r->at, ATTENTION_STAGES);
-        hide(scores, (tiles - 1) * KEYS, seen, -BST_INFINITY);
+        hide(scores, (keys.end - 1) * KEYS, seen, -BST_INFINITY);
         weigh(scores, top, total, factor, a->of.scale);
         round_words(words, scores, KEYS / 4);
         BST_ROLLED
-        for (int i = tiles - 2; i >= 0; i--) {
+        for (int i = keys.end - 2; i >= keys.begin; i--) {
             uint64_t *left = r->empty + r->at.index;
             begin_scores(scores, rows, r);
             bst_next_stage(&r->at, ATTENTION_STAGES);
-            begin_values(sums, words, r, i < tiles - 2);
+            begin_values(sums, words, r, i < keys.end - 2);
             bst_products_wait(1);
             bst_hold_some(scores, KEYS / 2);
             leave(left);
-            if ((i + 1) * KEYS > least) hide(scores, i * KEYS, seen, -BST_INFINITY);
+            if (i >= own_keys.all_end || (WINDOW && i < own_keys.all_begin))
+                hide(scores, i * KEYS, seen, -BST_INFINITY);
             weigh(scores, top, total, factor, a->of.scale);
             bst_products_wait(0);
             bst_hold_some(sums, DIM / 2);

@@ -8,13 +8,15 @@
 #include "ops/segment_attention/segment_attention_args.h"
 
 /* q, dy [T, H, D], k, v [S, G, D], of any strides but their last; y [T, H, D], in a backward pass of any strides
- * likewise; cuts [2, N + 1], lse [H, T] and gradients contiguous. What the backward pass alone has is empty in a
- * forward pass. There are queries, and heads of them; keys there may be none. */
+ * likewise; cuts [2, N + 1], or without data where all segments are as long; lse [H, T] and gradients contiguous. What
+ * the backward pass alone has is empty in a forward pass. There are queries, and heads of them; keys there may be none.
+ */
 typedef struct segment_attention_call {
     const char *op;
     bst_view q, k, v, cuts, y, lse; /* of a forward pass y and lse are outputs */
     bst_view dy, dq, dk, dv;
     int64_t queries, keys, heads, groups, dim, segments; /* T, S, H, G, D, N */
+    int64_t window;                                      /* 0: none */
     float scale;
     bool causal;
 } segment_attention_call;

@@ -4,11 +4,12 @@
 
 #include "tensor_map.h"
 
-#define ATTENTION_THREADS   384                      /* a warp group that copies, and two that multiply */
-#define ATTENTION_QUERIES   128                      /* of a tile of queries */
-#define ATTENTION_STEP      64                       /* queries that a tile of keys takes at once */
-#define ATTENTION_KEYS(dim) ((dim) > 128 ? 64 : 128) /* of a tile of keys */
-#define ATTENTION_SEGMENTS  1023
+#define ATTENTION_THREADS    384 /* a warp group that copies, and two that multiply */
+#define ATTENTION_QUERIES    128 /* of a tile of queries */
+#define ATTENTION_STEP       64  /* queries that a tile of keys takes at once */
+#define ATTENTION_DIM(width) ((width) > 128 ? 256 : (width) > 64 ? 128 : 64)
+#define ATTENTION_KEYS(dim)  ((dim) > 128 ? 64 : 128) /* of a tile of keys */
+#define ATTENTION_SEGMENTS   1023
 
 /* Bytes of so many rows of heads, of 16-bit numbers. */
 #define ATTENTION_BYTES(rows, dim) ((rows) * (dim) * 2)
@@ -29,15 +30,17 @@
 
 /* Where segments are, and the heads of queries and of keys. */
 typedef struct attention_segments {
-    const int32_t *cuts; /* [2, segments + 1] */
+    const int32_t *cuts; /* [2, segments + 1], or NULL where all are as long */
     int32_t segments, queries, keys, heads, groups;
-    float scale; /* of scores, in units of ln 2 */
+    int32_t window; /* with WINDOW */
+    float scale;    /* of scores, in units of ln 2 */
+    int32_t unused; /* what a struct's end would be filled with */
 } attention_segments;
 
 typedef struct attention_forward_args {
     bst_tensor_map q, k, v; /* boxes of a tile's rows */
     attention_segments of;
-    void *y;    /* [queries, heads, DIM] */
+    void *y;    /* [queries, heads, WIDTH] */
     float *lse; /* [heads, queries] */
 } attention_forward_args;
 
@@ -56,7 +59,7 @@ typedef struct attention_dkv_args {
     bst_tensor_map q, k, v, dy; /* q and dy in boxes of a step's rows */
     attention_segments of;
     const float *lse, *delta;
-    void *dk, *dv; /* [keys, groups, DIM]; with parts, [parts, keys, groups, DIM] in float32 */
+    void *dk, *dv; /* [keys, groups, WIDTH]; with parts, [parts, keys, groups, WIDTH] in float32 */
     int32_t parts; /* a group's heads are shared out among so many blocks */
     float dk_scale;
 } attention_dkv_args;
@@ -69,7 +72,7 @@ typedef struct attention_sum_args {
 } attention_sum_args;
 #define ATTENTION_SUM_THREADS 256
 
-static_assert(sizeof(attention_segments) == 32, "host and device must agree");
+static_assert(sizeof(attention_segments) == 40, "host and device must agree");
 static_assert(sizeof(attention_forward_args) == 448, "host and device must agree");
 static_assert(sizeof(attention_dq_args) == 640, "host and device must agree");
 static_assert(sizeof(attention_dkv_args) == 640, "host and device must agree");

@@ -12,25 +12,25 @@
  * from lse. Where tiles of keys are too few for the chip, a group's heads are shared out among several blocks, whose
  * parts a third kernel adds up.
  * Bytes: q, dy, k, v, y once, and most of them some more times from the L2; dq, dk, dv once. Measured on an H200,
- * bf16, causal, us, both together, beside PyTorch's flash attention: a row of 8192, 32 heads of 128 on 8, 2902 and
- * 5003 (663 TFLOP/s of seven products); four rows of 728 to 1642 tokens 320 and 588, and with 28 heads on 4 351 and
- * 528; 16 heads on 8, four rows of 265 to 995, 118 and 217; a row of 8192 of 32 heads of 64 1977 and 2692, 8 of 256
- * 1805 and 2863. With tiles of keys in the order of their segments the second was 367, the third 452 without parts.
- * 168 registers. */
+ * bf16, causal, us, both together, beside PyTorch's flash attention and cuDNN: a row of 8192, 32 heads of 128 on 8,
+ * 2823, 5109 and 2718 (682 TFLOP/s of seven products); four rows of 1024, 16 heads on 8, 137, 296 and 182, of 265 to
+ * 995 tokens 109 and 218; a row of 8192 of 32 heads of 64 1831, 2688 and 1692, 8 of 256 1652, 2856 and 1669; 64 heads
+ * of 64 on 8 in a window of 128, four rows of 728 to 1642 tokens, 188 and 333. 168 registers. */
 #include "segment_attention_pieces.cuh"
 
 /* ---- dq ---------------------------------------------------------------------------------------------------------- */
 
 BST_DEVICE void copy_for_dq(const attention_dq_args *a, const tile *t, own *queries, ring *r) {
-    const int tiles = key_tiles(t), group = t->head / (a->of.heads / a->of.groups);
-    if (!tiles) return;
+    const span keys = span_of(t, t->first, ROWS, a->of.window);
+    const int group = t->head / (a->of.heads / a->of.groups);
+    if (keys.begin == keys.end) return;
     bst_barrier_wait(queries->empty, queries->parity ^ 1);
     bst_barrier_expect(queries->full, 2 * QUERY_PIECE);
     copy_rows(queries->memory, &a->q, t->head, t->first, ROWS, queries->full);
     copy_rows(queries->memory + QUERY_PIECE, &a->dy, t->head, t->first, ROWS, queries->full);
     queries->parity ^= 1;
     BST_ROLLED
-    for (int i = 0; i < 2 * tiles; i++) {
+    for (int i = 2 * keys.begin; i < 2 * keys.end; i++) {
         uint64_t *full = r->full + r->at.index;
         wait_for_room(r);
         bst_barrier_expect(full, KEY_PIECE);
@@ -45,6 +45,7 @@ BST_DEVICE float delta_of(const attention_dq_args *a, int row, int head) {
     BST_EACH(i, DIM / 32) {
         const int at = (i * 4 + (int)bst_lane() % 4) * 8;
         float y[8], dy[8];
+        if (at >= WIDTH) continue;
         bst_load(y, a->y, row * a->y_token + head * a->y_head + at, TYPE, 8);
         bst_load(dy, a->rows, row * a->dy_token + head * a->dy_head + at, TYPE, 8);
         BST_EACH(j, 8) sum = bst_fma(y[j], dy[j], sum);
@@ -55,8 +56,10 @@ BST_DEVICE float delta_of(const attention_dq_args *a, int row, int head) {
 BST_DEVICE void work_on_dq(const attention_dq_args *a, const tile *t, int worker, own *queries, ring *r) {
     float sums[DIM / 2], scores[KEYS / 2], products[KEYS / 2], lse[2], delta[2];
     uint32_t words[KEYS / 4];
-    const int tiles = key_tiles(t), row = t->first + worker * HALF, in = row - t->query;
-    const int seen[2] = {seen_by(t, in + own_row()), seen_by(t, in + own_row() + 8)}, least = seen_by(t, in);
+    const int row = t->first + worker * HALF, window = a->of.window;
+    const span keys = span_of(t, t->first, ROWS, window), own_keys = span_of(t, row, HALF, window);
+    sight seen[2];
+    own_sight(t, row, window, seen);
     const unsigned char *rows = queries->memory + worker * HALF * 128;
     BST_EACH(half, 2) {
         const int i = row + own_row() + 8 * half;
@@ -68,10 +71,11 @@ BST_DEVICE void work_on_dq(const attention_dq_args *a, const tile *t, int worker
         if (i < t->end && bst_lane() % 4 == 0) a->delta[place] = delta[half];
     }
     BST_EACH(i, DIM / 2) sums[i] = 0.0f;
-    if (tiles) bst_barrier_wait(queries->full, queries->parity);
+    const bool sees = keys.begin < keys.end;
+    if (sees) bst_barrier_wait(queries->full, queries->parity);
     BST_ROLLED
-    for (int i = 0; i < tiles; i++) {
-        const ring keys = *r;
+    for (int i = keys.begin; i < keys.end; i++) {
+        const ring of_keys = *r;
         wait_for_stage(r);
         bst_hold_some(scores, KEYS / 2);
         bst_hold_some(products, KEYS / 2);
@@ -86,7 +90,7 @@ BST_DEVICE void work_on_dq(const attention_dq_args *a, const tile *t, int worker
         bst_products_wait(1);
         bst_hold_some(scores, KEYS / 2);
         BST_EACH(j, KEYS / 2) scores[j] = bst_exp2(bst_fma(scores[j], a->of.scale, -lse[j / 2 % 2]));
-        if ((i + 1) * KEYS > least) hide(scores, i * KEYS, seen, 0.0f);
+        if (i >= own_keys.all_end || (WINDOW && i < own_keys.all_begin)) hide(scores, i * KEYS, seen, 0.0f);
         bst_products_wait(0);
         bst_hold_some(products, KEYS / 2);
         leave(r->empty + r->at.index);
@@ -96,22 +100,22 @@ BST_DEVICE void work_on_dq(const attention_dq_args *a, const tile *t, int worker
         bst_hold_some(sums, DIM / 2);
         bst_hold_words(words, KEYS / 4);
         bst_products_begin();
-        multiply_tokens(sums, words, stage_of(&keys, KEY_PIECE), KEYS, i > 0);
+        multiply_tokens(sums, words, stage_of(&of_keys, KEY_PIECE), KEYS, i > keys.begin);
         bst_products_commit();
         bst_products_wait(0);
         bst_hold_some(sums, DIM / 2);
         bst_hold_words(words, KEYS / 4);
-        leave(keys.empty + keys.at.index);
+        leave(of_keys.empty + of_keys.at.index);
     }
-    if (tiles) {
+    if (sees) {
         leave(queries->empty);
         queries->parity ^= 1;
     }
     BST_EACH(i, DIM / 2) sums[i] *= a->dq_scale;
     BST_EACH(half, 2) {
         const int i = row + own_row() + 8 * half;
-        const int64_t begin = ((int64_t)i * a->of.heads + t->head) * DIM;
-        bst_tile_store_row(a->dq, begin, sums, half, 0, DIM, DIM, i < t->end, TYPE);
+        const int64_t begin = ((int64_t)i * a->of.heads + t->head) * WIDTH;
+        bst_tile_store_row(a->dq, begin, sums, half, 0, WIDTH, DIM, i < t->end, TYPE);
     }
 }
 
@@ -130,22 +134,32 @@ typedef struct numbers {
     float lse[STEP], delta[STEP];
 } numbers;
 
-/* Of a segment's queries the first steps that see nothing of a tile of keys are left out; returns where the others
- * begin. */
-BST_DEVICE int first_step(const tile *t) {
-    const int first = t->first - t->key - (t->keys - t->queries);
-    return CAUSAL && first > 0 ? first / STEP : 0;
+/* Steps of a segment's queries in which any sees one of a tile's keys, or of so many of them. */
+typedef struct steps {
+    int begin, end;
+} steps;
+
+/* Where a key of a segment stands among its queries. */
+BST_DEVICE int query_of(const tile *t, int key) { return key - (t->keys - t->queries); }
+
+BST_DEVICE steps steps_of(const tile *t, int window) {
+    const int first = query_of(t, t->first - t->key), last = first + KEYS - 1;
+    const int from = CAUSAL ? first : WINDOW ? first - window + 1 : 0;
+    const int end = WINDOW && last + window < t->queries ? last + window : t->queries;
+    steps s = {from > 0 ? from / STEP : 0, end > 0 ? (end + STEP - 1) / STEP : 0};
+    if (s.end < s.begin) s.end = s.begin;
+    return s;
 }
-BST_DEVICE int all_steps(const tile *t) { return (t->queries + STEP - 1) / STEP; }
 
 /* Of queries, that a block passes over. */
 BST_DEVICE int heads_of(const attention_dkv_args *a) { return a->of.heads / (a->of.groups * a->parts); }
 
 BST_DEVICE void copy_steps(const attention_dkv_args *a, const tile *t, int first_head, ring *r, numbers *stages) {
     const int each = heads_of(a), warp = (int)bst_thread() / 32, lane = (int)bst_lane();
+    const steps all = steps_of(t, a->of.window);
     BST_ROLLED
     for (int head = first_head; head < first_head + each; head++) BST_ROLLED
-    for (int step = first_step(t); step < all_steps(t); step++) {
+    for (int step = all.begin; step < all.end; step++) {
         uint64_t *full = r->full + r->at.index;
         const int row = t->query + step * STEP;
         wait_for_room(r);
@@ -169,24 +183,35 @@ BST_DEVICE void copy_steps(const attention_dkv_args *a, const tile *t, int first
     }
 }
 
-/* Of a tile's 64 keys by a step's 64 queries: weights and what they multiply. Row i of scores is key i. */
-BST_DEVICE void weigh_step(float *scores, const numbers *n, float scale, int key, int query, bool hides) {
+/* Of a tile's 64 keys by a step's 64 queries: weights and what they multiply. Row i of scores is key i. ahead: how far
+ * this thread's first key stands before the step's first query. */
+BST_DEVICE void weigh_step(float *scores, const numbers *n, float scale, int ahead, int window, bool hides) {
     BST_EACH(i, 32) {
-        const int column = own_column(i);
+        const int column = own_column(i), before = ahead + column - i / 2 % 2 * 8; /* the key, where it is not behind */
         scores[i] = bst_exp2(bst_fma(scores[i], scale, -n->lse[column]));
-        if (CAUSAL && hides && key + i / 2 % 2 * 8 > query + column) scores[i] = 0.0f;
+        if (!hides) continue;
+        if (CAUSAL && before < 0) scores[i] = 0.0f;
+        if (WINDOW && (before >= window || (!CAUSAL && -before >= window))) scores[i] = 0.0f;
     }
+}
+
+/* Whether any of 64 keys is not seen by any of a step's queries. ahead: of the first key. */
+BST_DEVICE bool hides_any(int ahead, int window) {
+    const int least = ahead - (HALF - 1), most = ahead + STEP - 1;
+    return (CAUSAL && least < 0) || (WINDOW && (most >= window || (!CAUSAL && -least >= window)));
 }
 
 /* A row of one gradient, or of a part of it in float32. */
 BST_DEVICE void store_row(const attention_dkv_args *a, void *to, int64_t begin, const float *sums, int half,
                           bool is_row) {
     if (a->parts == 1) {
-        bst_tile_store_row(to, begin, sums, half, 0, DIM, DIM, is_row, TYPE);
+        bst_tile_store_row(to, begin, sums, half, 0, WIDTH, DIM, is_row, TYPE);
         return;
     }
-    BST_EACH(i, DIM / 8)
-        if (is_row) bst_store(to, begin + 8 * i + (int)bst_lane() % 4 * 2, sums + 4 * i + 2 * half, BST_F32_CODE, 2);
+    BST_EACH(i, DIM / 8) {
+        const int column = 8 * i + (int)bst_lane() % 4 * 2;
+        if (is_row && column < WIDTH) bst_store(to, begin + column, sums + 4 * i + 2 * half, BST_F32_CODE, 2);
+    }
 }
 
 /* dk, without its scale, and dv of the 64 keys that are `at` rows into the tile's, or one of the two, as constants say.
@@ -195,14 +220,13 @@ BST_DEVICE void sum_dkv(const attention_dkv_args *a, const tile *t, int at, cons
                         const numbers *stages, float *dk, float *dv, bool wants_dk, bool wants_dv) {
     float scores[32], products[32];
     uint32_t words[16], others[16];
-    const int begin = first_step(t), end = all_steps(t);
+    const steps all = steps_of(t, a->of.window);
     const unsigned char *keys = memory + at * 128, *values = keys + KEY_PIECE;
-    /* The query that sees this thread's first key first, within the segment, and the one that sees the last of all. */
-    const int key = t->first + at - t->key - (t->keys - t->queries) + own_row(), last = key - own_row() + HALF - 1;
-    int step = begin;
+    const int key = query_of(t, t->first + at - t->key); /* the first of the 64 */
+    int step = all.begin;
     BST_EACH(i, DIM / 2) dk[i] = dv[i] = 0.0f;
     BST_ROLLED
-    for (int left = (end - begin) * heads_of(a); left > 0; left--) {
+    for (int left = (all.end - all.begin) * heads_of(a); left > 0; left--) {
         const unsigned char *queries = stage_of(r, STEP_BYTES), *dy = queries + STEP_PIECE;
         const numbers *n = stages + r->at.index;
         wait_for_stage(r);
@@ -219,7 +243,8 @@ BST_DEVICE void sum_dkv(const attention_dkv_args *a, const tile *t, int at, cons
             bst_products_wait(0);
         }
         bst_hold_some(scores, 32);
-        weigh_step(scores, n, a->of.scale, key, step * STEP, step * STEP < last);
+        const int ahead = step * STEP - key;
+        weigh_step(scores, n, a->of.scale, ahead - own_row(), a->of.window, hides_any(ahead, a->of.window));
         if (wants_dv) {
             round_words(words, scores, 16);
             bst_hold_some(dv, DIM / 2);
@@ -253,7 +278,7 @@ BST_DEVICE void sum_dkv(const attention_dkv_args *a, const tile *t, int at, cons
         }
         leave(r->empty + r->at.index);
         bst_next_stage(&r->at, ATTENTION_STEP_STAGES(DIM));
-        if (++step == end) step = begin;
+        if (++step == all.end) step = all.begin;
     }
 }
 
@@ -266,7 +291,7 @@ BST_DEVICE void store(const attention_dkv_args *a, const int32_t found[2], int a
     BST_EACH(i, DIM / 2) sums[i] *= scale;
     BST_EACH(half, 2) {
         const int i = t.first + at + own_row() + 8 * half;
-        const int64_t begin = ((part * (int64_t)a->of.keys + i) * a->of.groups + t.head) * DIM;
+        const int64_t begin = ((part * (int64_t)a->of.keys + i) * a->of.groups + t.head) * WIDTH;
         store_row(a, to, begin, sums, half, i < t.end);
     }
 }
@@ -282,14 +307,19 @@ BST_KERNEL(segment_attention_dkv, attention_dkv_args, ATTENTION_THREADS, 1) {
     const int worker = (int)bst_thread() / 128 - 1;
     if (bst_thread() == 0) {
         bst_barrier_init(barriers, 1);
-        init(r.full, r.empty, ATTENTION_STEP_STAGES(DIM), 33); /* the copying thread, and a warp for the numbers */
+        init(r.full, r.empty, ATTENTION_STEP_STAGES(DIM), 33,
+             GROUPS); /* the copying thread, and a warp for the numbers */
         bst_barrier_fence_init();
     }
     count_tiles(&a.of, OF_KEYS, before);
     const int number = (int)bst_block() / a.parts, part = (int)bst_block() % a.parts;
     if (number >= before[a.of.segments] * a.of.groups) return;
     tile t;
-    if (bst_thread() < 32) find_keys(before, a.of.segments, number / a.of.groups, found);
+    if (bst_thread() < 32) {
+        int own[2];
+        find_tile(&a.of, before, number / a.of.groups, own);
+        if (bst_thread() == 0) found[0] = own[0], found[1] = own[1];
+    }
     bst_sync();
     set_tile(&a.of, OF_KEYS, found[0], found[1], number % a.of.groups, &t);
     if (worker < 0) {

@@ -72,19 +72,41 @@ static void store(const bst_view *v, float *rows, int64_t first, int64_t count, 
     }
 }
 
-/* Where the keys end that a query sees. */
-static int64_t sight(const segment_attention_call *c, const segment *s, int64_t query) {
-    const int64_t end = s->key_end - (c->causal ? s->query_end - 1 - query : 0);
-    return end > s->key ? end : s->key;
+/* The keys that a query sees, from `key` to below `end`. */
+typedef struct sight {
+    int64_t key, end;
+} sight;
+
+static sight sight_of(const segment_attention_call *c, const segment *s, int64_t query) {
+    const int64_t place = query + s->key_end - s->query_end; /* of the key that stands where it does */
+    const int64_t window = c->window ? c->window : INT64_MAX / 2;
+    sight seen = {place - window + 1, place + (c->causal ? 1 : window)};
+    if (!c->causal && !c->window) seen = (sight){s->key, s->key_end};
+    if (seen.key < s->key) seen.key = s->key;
+    seen.end = bst__lesser(seen.end, s->key_end);
+    if (seen.end < seen.key) seen.end = seen.key;
+    return seen;
 }
 
-/* How many of a tile's keys. */
-static int64_t seen_of(const segment_attention_call *c, const segment *s, int64_t query, int64_t key, int64_t keys) {
-    const int64_t seen = sight(c, s, query) - key;
-    return seen < 0 ? 0 : bst__lesser(seen, keys);
+/* Which of a tile's keys, counted there. */
+static sight seen_of(const segment_attention_call *c, const segment *s, int64_t query, int64_t key, int64_t keys) {
+    sight seen = sight_of(c, s, query);
+    seen.key = seen.key < key ? 0 : bst__lesser(seen.key - key, keys);
+    seen.end = seen.end < key ? 0 : bst__lesser(seen.end - key, keys);
+    return seen;
+}
+
+/* The keys that any of a block's queries sees. */
+static sight all_sight(const segment_attention_call *c, const segment *s, int64_t first, int64_t count) {
+    return (sight){sight_of(c, s, first).key, sight_of(c, s, first + count - 1).end};
 }
 
 static segment segment_of(const segment_attention_call *c, int row, int64_t token) {
+    const int64_t of_row[2] = {c->queries / c->segments, c->keys / c->segments};
+    if (!c->cuts.dims) {
+        const int64_t n = token / of_row[row];
+        return (segment){n * of_row[0], (n + 1) * of_row[0], n * of_row[1], (n + 1) * of_row[1]};
+    }
     const int32_t *queries = c->cuts.data, *keys = queries + c->segments + 1, *cuts = row ? keys : queries;
     int64_t low = 0, high = c->segments; /* the last one that does not begin behind it */
     while (high - low > 1) {
@@ -103,18 +125,19 @@ static float *lse_of(const segment_attention_call *c, int64_t head, int64_t quer
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
-/* Scores of a query and `seen` keys, the first of `keys`, become exp(score - the largest so far); what is summed so far
+/* Scores of a query and the `seen` of a tile's keys become exp(score - the largest so far); what is summed so far
  * follows. */
-static void weigh(float *restrict scores, int64_t seen, int64_t keys, float scale, float *largest, double *sum,
+static void weigh(float *restrict scores, sight seen, int64_t keys, float scale, float *largest, double *sum,
                   float *restrict y, int64_t pitch) {
     float most = *largest, here = 0;
-    for (int64_t j = 0; j < seen; j++) scores[j] *= scale;
+    for (int64_t j = seen.key; j < seen.end; j++) scores[j] *= scale;
 #pragma omp simd reduction(max : most)
-    for (int64_t j = 0; j < seen; j++) most = scores[j] > most ? scores[j] : most;
+    for (int64_t j = seen.key; j < seen.end; j++) most = scores[j] > most ? scores[j] : most;
     const float shift = most == -INFINITY ? 0 : most; /* infinite scores below all others weigh nothing */
 #pragma omp simd reduction(+ : here)
-    for (int64_t j = 0; j < seen; j++) here += scores[j] = bst_exp(scores[j] - shift);
-    clear(scores + seen, keys - seen);
+    for (int64_t j = seen.key; j < seen.end; j++) here += scores[j] = bst_exp(scores[j] - shift);
+    clear(scores, seen.key);
+    clear(scores + seen.end, keys - seen.end);
     if (most > *largest) {
         const float factor = bst_exp(*largest - most);
         *sum *= (double)factor;
@@ -126,13 +149,14 @@ static void weigh(float *restrict scores, int64_t seen, int64_t keys, float scal
 
 static void forward_part(const segment_attention_tiles *w, const segment_attention_call *c, const segment *s,
                          int64_t first, int64_t count, int64_t head) {
-    const int64_t end = sight(c, s, first + count - 1), group = head / (c->heads / c->groups), pitch = w->pitch;
+    const int64_t group = head / (c->heads / c->groups), pitch = w->pitch;
+    const sight all = all_sight(c, s, first, count);
     float largest[QUERIES];
     double sum[QUERIES] = {0};
     for (int64_t i = 0; i < count; i++) largest[i] = -INFINITY;
     load(w->q, &c->q, first, count, head, c->dim, pitch);
     clear(w->sums, count * pitch);
-    BST_TILES(key, keys, s->key, end, KEYS) {
+    BST_TILES(key, keys, all.key, all.end, KEYS) {
         load(w->k, &c->k, key, keys, group, c->dim, pitch);
         load(w->v, &c->v, key, keys, group, c->dim, pitch);
         transpose(w->k_columns, w->k, keys, c->dim, pitch);
@@ -164,13 +188,13 @@ static void differentiate(const segment_attention_tiles *w, const segment_attent
     for (int64_t i = 0; i < count; i++) {
         float *restrict p = w->p + i * KEYS, *restrict dp = w->dp + i * KEYS;
         const float lse = *lse_of(c, head, first + i), minus = delta[head * c->queries + first + i];
-        const int64_t seen = seen_of(c, s, first + i, key, keys);
-        for (int64_t j = 0; j < seen; j++) {
+        const sight seen = seen_of(c, s, first + i, key, keys);
+        for (int64_t j = seen.key; j < seen.end; j++) {
             p[j] = bst_exp(c->scale * p[j] - lse);
             dp[j] = p[j] * (dp[j] - minus);
         }
-        clear(p + seen, keys - seen);
-        clear(dp + seen, keys - seen);
+        clear(p, seen.key), clear(p + seen.end, keys - seen.end);
+        clear(dp, seen.key), clear(dp + seen.end, keys - seen.end);
     }
 }
 
@@ -190,14 +214,15 @@ static void load_keys(const segment_attention_tiles *w, const segment_attention_
 
 static void queries_part(const segment_attention_tiles *w, const segment_attention_call *c, const segment *s,
                          float *delta, int64_t first, int64_t count, int64_t head) {
-    const int64_t end = sight(c, s, first + count - 1), group = head / (c->heads / c->groups), pitch = w->pitch;
+    const int64_t group = head / (c->heads / c->groups), pitch = w->pitch;
+    const sight all = all_sight(c, s, first, count);
     load_queries(w, c, first, count, head);
     load(w->sums, &c->y, first, count, head, c->dim, pitch);
     for (int64_t i = 0; i < count; i++)
         delta[head * c->queries + first + i] =
             (float)bst_sum_of_products(w->dy + i * pitch, w->sums + i * pitch, c->dim);
     clear(w->sums, count * pitch);
-    BST_TILES(key, keys, s->key, end, KEYS) {
+    BST_TILES(key, keys, all.key, all.end, KEYS) {
         load_keys(w, c, key, keys, group);
         differentiate(w, c, s, delta, first, count, head, key, keys);
         multiply(w->sums, count, pitch, keys, w->dp, KEYS, 1, w->k, pitch);
@@ -208,13 +233,16 @@ static void queries_part(const segment_attention_tiles *w, const segment_attenti
 static void keys_part(const segment_attention_tiles *w, const segment_attention_call *c, const segment *s,
                       const float *delta, int64_t key, int64_t keys, int64_t group) {
     const int64_t members = c->heads / c->groups, pitch = w->pitch;
-    int64_t begin = s->query; /* the first query that sees one of them */
-    if (c->causal && key - s->key_end + s->query_end > begin) begin = key - s->key_end + s->query_end;
+    const int64_t behind = s->query_end - s->key_end, window = c->window ? c->window : INT64_MAX / 2;
+    int64_t begin = s->query, end = s->query_end; /* of the queries that see one of them */
+    if (c->causal && key + behind > begin) begin = key + behind;
+    if (!c->causal && key + behind - window + 1 > begin) begin = key + behind - window + 1;
+    if (c->window) end = bst__lesser(end, key + keys - 1 + behind + window);
     load_keys(w, c, key, keys, group);
     clear(w->sums, keys * pitch);
     clear(w->more, keys * pitch);
     for (int64_t head = group * members; head < (group + 1) * members; head++)
-        BST_TILES(first, count, begin, s->query_end, QUERIES) {
+        BST_TILES(first, count, begin, end, QUERIES) {
             load_queries(w, c, first, count, head);
             differentiate(w, c, s, delta, first, count, head, key, keys);
             multiply(w->sums, keys, pitch, count, w->dp, 1, KEYS, w->q, pitch);

@@ -4,7 +4,7 @@
 #include "cuda/cuda.h"
 #include "ops/segment_attention/segment_attention.h"
 
-#define MACROS {"DIM", "TYPE", "CAUSAL", NULL}
+#define MACROS {"WIDTH", "TYPE", "CAUSAL", "WINDOW", NULL}
 static const bst_kernel forward = {"segment_attention.cu", "segment_attention_forward", MACROS};
 static const bst_kernel dq = {"segment_attention_backward.cu", "segment_attention_dq", MACROS};
 static const bst_kernel dkv = {"segment_attention_backward.cu", "segment_attention_dkv", MACROS};
@@ -19,10 +19,10 @@ static bst_status need_chip(const segment_attention_call *c, bst_chip *chip) {
                           "%s: GPUs of compute capability 9.0 are supported; this one's is %d.%d: use an attention of "
                           "the framework",
                           c->op, chip->arch / 10, chip->arch % 10);
-    if (c->q.dtype == BST_F32 || (c->dim != 64 && c->dim != 128 && c->dim != 256))
+    if (c->q.dtype == BST_F32 || c->dim > 256 || c->dim % 8)
         return bst__error(BST_UNSUPPORTED,
                           "%s: heads have %" PRId64
-                          " elements of %s; on CUDA 64, 128 or 256 of bfloat16 or float16 are supported",
+                          " elements of %s; on CUDA multiples of 8 up to 256 of bfloat16 or float16 are supported",
                           c->op, c->dim, bst__dtype_name(c->q.dtype));
     if (c->segments > ATTENTION_SEGMENTS)
         return bst__error(BST_UNSUPPORTED, "%s: there are %" PRId64 " segments; at most %d are supported on CUDA",
@@ -71,8 +71,8 @@ static bst_status map_inputs(const segment_attention_call *c, uint32_t query_row
                              bst_tensor_map *v) {
     BST_TRY(map(c, "q", &c->q, query_rows, q));
     if (!c->keys) return BST_OK; /* nothing is copied of them */
-    BST_TRY(map(c, "k", &c->k, ATTENTION_KEYS(c->dim), k));
-    return map(c, "v", &c->v, ATTENTION_KEYS(c->dim), v);
+    BST_TRY(map(c, "k", &c->k, ATTENTION_KEYS(ATTENTION_DIM(c->dim)), k));
+    return map(c, "v", &c->v, ATTENTION_KEYS(ATTENTION_DIM(c->dim)), v);
 }
 
 static attention_segments segments_of(const segment_attention_call *c) {
@@ -82,13 +82,14 @@ static attention_segments segments_of(const segment_attention_call *c) {
                                 .keys = (int32_t)c->keys,
                                 .heads = (int32_t)c->heads,
                                 .groups = (int32_t)(c->groups > 1 ? c->groups : 1),
+                                .window = (int32_t)bst__lesser(c->window, INT32_MAX / 2),
                                 .scale = c->scale * 1.4426950408889634f};
 }
 
 static bst_launch launch_of(const segment_attention_call *c, const bst_kernel *kernel, int64_t blocks,
                             unsigned shared) {
     return (bst_launch){.kernel = kernel,
-                        .values = {c->dim, c->q.dtype, c->causal},
+                        .values = {c->dim, c->q.dtype, c->causal, c->window > 0},
                         .grid_x = (unsigned)blocks,
                         .block = ATTENTION_THREADS,
                         .shared = shared};
@@ -99,7 +100,7 @@ static int64_t most_tiles(const segment_attention_call *c, int64_t tokens, int64
     return tokens / rows + bst__lesser(c->segments, tokens);
 }
 
-#define SHARED(c, bytes) ((c)->dim == 64 ? bytes(64) : (c)->dim == 128 ? bytes(128) : bytes(256))
+#define SHARED(c, bytes) bytes(ATTENTION_DIM((c)->dim))
 
 /* ---- the passes -------------------------------------------------------------------------------------------------- */
 
@@ -157,7 +158,8 @@ static bst_status add_parts(const bst_exec *exec, const segment_attention_call *
 static bst_status run_dkv(const bst_exec *exec, const segment_attention_call *c, const bst_chip *chip,
                           const float *delta) {
     if (!c->keys || !c->groups) return BST_OK;
-    const int64_t tiles = most_tiles(c, c->keys, ATTENTION_KEYS(c->dim)) * c->groups, parts = parts_of(c, tiles, chip);
+    const int64_t tiles = most_tiles(c, c->keys, ATTENTION_KEYS(ATTENTION_DIM(c->dim))) * c->groups,
+                  parts = parts_of(c, tiles, chip);
     const size_t bytes = (size_t)(parts * c->dk.count) * sizeof(float);
     attention_dkv_args args = {.of = segments_of(c),
                                .lse = c->lse.data,

@@ -1,7 +1,8 @@
 /* segment_attention_pieces.cuh - what the attention's kernels share on Hopper's tensor cores: tiles of segments, the
  * stages that one thread copies ahead, and products of a tile with what lies in a stage.
  *
- * Macros: DIM (64, 128 or 256: of a head), TYPE (code of dtype.h: bf16 or f16), CAUSAL.
+ * Macros: WIDTH (of a head, a multiple of 8 up to 256), TYPE (code of dtype.h: bf16 or f16), CAUSAL, WINDOW (whether
+ * there is one).
  *
  * A tile is 128 queries of one segment and one head, or as many keys, of wide heads half as many. Boxes are copied
  * whole: what a tile has behind its segment is rows of the next one, which nothing is written for, and whose weights
@@ -17,6 +18,8 @@
 
 #include "segment_attention_args.h"
 
+/* Columns that are computed: what a head has none of, boxes have zeros in. */
+#define DIM         ATTENTION_DIM(WIDTH)
 #define BOXES       (DIM / BST_BOX_COLUMNS)
 #define ROWS        ATTENTION_QUERIES
 #define HALF        (ROWS / 2) /* of a warp group */
@@ -38,7 +41,9 @@ typedef struct tile {
 
 /* Cuts are not believed. */
 BST_DEVICE int cut_of(const attention_segments *s, int side, int i) {
-    const int most = side == OF_KEYS ? s->keys : s->queries, cut = s->cuts[side * (s->segments + 1) + i];
+    const int most = side == OF_KEYS ? s->keys : s->queries;
+    if (!s->cuts) return most / s->segments * i;
+    const int cut = s->cuts[side * (s->segments + 1) + i];
     return cut < 0 ? 0 : cut < most ? cut : most;
 }
 
@@ -67,58 +72,73 @@ BST_DEVICE void set_tile(const attention_segments *s, int side, int segment, int
     t->first = begin + in * rows_of(side);
 }
 
-/* Tile number `number` of queries, not less than the one that `t` was: all heads of a tile, then the next one. A
- * segment's last tile comes first, which has most to do beneath a causal mask. */
-BST_DEVICE void find_queries(const attention_segments *s, const int32_t *before, int number, tile *t) {
-    const int place = number / s->heads;
-    int segment = t->segment;
-    while (before[segment + 1] <= place) segment++;
-    set_tile(s, OF_QUERIES, segment, before[segment + 1] - 1 - place, number % s->heads, t);
-}
+BST_DEVICE int tiles_of(const int32_t *before, int segment) { return before[segment + 1] - before[segment]; }
 
-/* Tiles of all segments, of each so many at most, of which a lane has the segments from first to below last. */
-BST_DEVICE int tiles_below(const int32_t *before, int first, int last, int most) {
-    uint32_t own = 0, all;
-    for (int i = first; i < last; i++) {
-        const int tiles = before[i + 1] - before[i];
+/* Tiles of all segments, of each so many at most. By all lanes of a warp, as the next. */
+BST_DEVICE int tiles_below(const int32_t *before, int segments, int most) {
+    uint32_t own = 0;
+    for (int i = (int)bst_lane(); i < segments; i += 32) {
+        const int tiles = tiles_of(before, i);
         own += (uint32_t)(tiles < most ? tiles : most);
     }
-    bst_lanes_before(own, &all);
-    return (int)all;
+    return (int)bst_warp_sum_u32(own);
 }
 
-/* found: the segment of tile number `place` of keys, and which of its tiles that is. All segments' first tiles come
- * first, then all second ones: beneath a causal mask those that have most to do. By all lanes of a warp. */
-BST_DEVICE void find_keys(const int32_t *before, int segments, int place, int32_t found[2]) {
-    const int each = (segments + 31) / 32, first = (int)bst_lane() * each;
-    const int last = first + each < segments ? first + each : segments;
-    int level = 0, above = before[segments];
-    uint32_t own = 0, all;
+/* found: the segment of tile number `place`, and which of its tiles that is. All segments' first tiles come first, then
+ * all second ones. */
+BST_DEVICE void find_tile(const attention_segments *s, const int32_t *before, int place, int found[2]) {
+    const int segments = s->segments, lane = (int)bst_lane();
+    uint32_t own = 0, all, next = 0; /* next: the segment's number and 1, in the lane that has it */
+    if (!s->cuts) {                  /* all are as long */
+        found[0] = place % segments, found[1] = place / segments;
+        return;
+    }
+    for (int i = lane; i < segments; i += 32)
+        if (tiles_of(before, i) > (int)own) own = (uint32_t)tiles_of(before, i);
+    int level = 0, above = (int)bst_warp_max_u32(own);
     BST_ROLLED
     while (above - level > 1) {
         const int middle = level + (above - level) / 2;
-        if (tiles_below(before, first, last, middle) <= place)
+        if (tiles_below(before, segments, middle) <= place)
             level = middle;
         else
             above = middle;
     }
-    const int in = place - tiles_below(before, first, last, level); /* of those that have so many tiles */
-    for (int i = first; i < last; i++) own += before[i + 1] - before[i] > level;
+    const int in = place - tiles_below(before, segments, level); /* of those that have so many tiles */
+    own = 0;
+    for (int i = lane; i < segments; i += 32) own += tiles_of(before, i) > level;
     int left = in - (int)bst_lanes_before(own, &all);
-    for (int i = first; i < last; i++)
-        if (before[i + 1] - before[i] > level && left-- == 0) found[0] = i, found[1] = level;
+    for (int i = lane; i < segments; i += 32)
+        if (tiles_of(before, i) > level && left-- == 0) next = (uint32_t)i + 1;
+    found[0] = (int)bst_warp_max_u32(next) - 1, found[1] = level;
 }
 
-/* How many of its segment's keys a query sees, the first of which it sees: query i of a segment's. */
-BST_DEVICE int seen_by(const tile *t, int i) {
-    const int most = CAUSAL ? i + 1 + t->keys - t->queries : t->keys;
-    return most < 0 ? 0 : most < t->keys ? most : t->keys;
+/* The keys that a query sees, of its segment's from `from` to below `end`: query i of a segment's, of which the last
+ * stands where the last key does. */
+typedef struct sight {
+    int from, end;
+} sight;
+
+BST_DEVICE int place_of(const tile *t, int i) { return CAUSAL || WINDOW ? i + t->keys - t->queries : 0; }
+
+BST_DEVICE sight sight_of(const tile *t, int i, int window) {
+    const int place = place_of(t, i), end = CAUSAL ? place + 1 : WINDOW ? place + window : t->keys;
+    const int from = WINDOW ? place + 1 - window : 0;
+    const sight s = {from > 0 ? from : 0, end < 0 ? 0 : end < t->keys ? end : t->keys};
+    return s;
 }
 
-/* Tiles of keys that any query of a tile of queries sees. */
-BST_DEVICE int key_tiles(const tile *t) {
-    const int last = t->first + ROWS < t->end ? t->first + ROWS : t->end;
-    return (seen_by(t, last - 1 - t->query) + KEYS - 1) / KEYS;
+/* Tiles of keys, of a tile of queries or of a part of it: those that any query sees, and of them those that all do. */
+typedef struct span {
+    int begin, end, all_begin, all_end;
+} span;
+
+BST_DEVICE span span_of(const tile *t, int first, int rows, int window) {
+    const int begin = first - t->query, end = first + rows < t->end ? begin + rows : t->end - t->query;
+    const sight low = sight_of(t, begin, window), high = sight_of(t, end - 1, window);
+    span s = {low.from / KEYS, (high.end + KEYS - 1) / KEYS, (high.from + KEYS - 1) / KEYS, low.end / KEYS};
+    if (s.end < s.begin) s.end = s.begin;
+    return s;
 }
 
 /* ---- stages ------------------------------------------------------------------------------------------------------ */
@@ -141,12 +161,13 @@ BST_DEVICE unsigned char *aligned(unsigned char *shared) {
 }
 
 /* arrivals: at each `full`. Two warp groups leave what they have read. By one thread, before bst_sync. */
-BST_DEVICE void init(uint64_t *full, uint64_t *empty, int count, unsigned arrivals) {
+BST_DEVICE void init(uint64_t *full, uint64_t *empty, int count, unsigned arrivals, unsigned leaves) {
     for (int i = 0; i < count; i++) {
         bst_barrier_init(full + i, arrivals);
-        bst_barrier_init(empty + i, 2);
+        bst_barrier_init(empty + i, leaves);
     }
 }
+#define GROUPS 2
 
 /* A head's columns of so many rows, as boxes behind one another. */
 BST_DEVICE void copy_rows(unsigned char *to, const bst_tensor_map *map, int head, int row, int rows, uint64_t *full) {
@@ -194,45 +215,99 @@ BST_DEVICE int own_column(int i) { return i / 4 * 8 + (int)bst_lane() % 4 * 2 + 
 BST_DEVICE int own_row(void) { return (int)bst_thread() / 32 % 4 * 16 + (int)bst_lane() / 4; }
 
 /* Scores of keys that a row does not see become this. first: of the keys, within the segment. */
-BST_DEVICE void hide(float *scores, int first, const int seen[2], float value) {
-    BST_EACH(i, KEYS / 2)
-        if (first + own_column(i) >= seen[i / 2 % 2]) scores[i] = value;
+BST_DEVICE void hide(float *scores, int first, const sight seen[2], float value) {
+    BST_EACH(i, KEYS / 2) {
+        const int key = first + own_column(i);
+        if (key >= seen[i / 2 % 2].end || (WINDOW && key < seen[i / 2 % 2].from)) scores[i] = value;
+    }
 }
 
-/* ---- a kernel ---------------------------------------------------------------------------------------------------- */
+/* Of the two rows that this thread has sums of, `first` being the first of its warp group's. */
+BST_DEVICE void own_sight(const tile *t, int first, int window, sight seen[2]) {
+    BST_EACH(half, 2) seen[half] = sight_of(t, first - t->query + own_row() + 8 * half, window);
+}
 
-/* The body of one whose blocks take every so many tiles of queries, of arguments a: copy(&a, &tile, &queries, &ring) in
- * one thread, and work(&a, &tile, worker, &queries, &ring) in two warp groups. bytes: of what stays for a tile's time,
+/* ---- which tiles a block takes ----------------------------------------------------------------------------------
+ *
+ * Every so many, in turns. All segments' last tiles come first, which have most to do beneath a causal mask; and what a
+ * block has more of than others in one turn, it has less of in the next. To find a tile takes a microsecond, so a warp
+ * does that one turn ahead of those that copy and multiply. */
+
+typedef struct turns {
+    tile *tiles; /* [2]; the last one of a block has a segment below 0 */
+    uint64_t *known, *taken;
+    bst_stage at;
+} turns;
+
+/* Warps that take a tile, by leave_tile: a thread that copies, and those that multiply. */
+#define LEAVES_A_TILE (1 + 4 * GROUPS)
+
+/* Of tiles of queries. By all lanes of a warp. */
+BST_DEVICE void find_tiles(const attention_segments *s, const int32_t *before, turns *next) {
+    const int blocks = (int)bst_blocks(), block = (int)bst_block(), all = before[s->segments] * s->heads;
+    bool is_tile = true;
+    BST_ROLLED
+    for (int turn = 0; is_tile; turn++) {
+        const int number = turn * blocks + (turn % 2 ? blocks - 1 - block : block);
+        tile t = {-1, 0, 0, 0, 0, 0, 0, 0};
+        is_tile = number < all;
+        if (is_tile) {
+            int found[2];
+            find_tile(s, before, before[s->segments] - 1 - number / s->heads, found);
+            set_tile(s, OF_QUERIES, found[0], found[1], number % s->heads, &t);
+        }
+        bst_barrier_wait(next->taken + next->at.index, next->at.parity ^ 1);
+        if (bst_lane() == 0) {
+            next->tiles[next->at.index] = t;
+            bst_barrier_arrive(next->known + next->at.index);
+        }
+        bst_next_stage(&next->at, 2);
+    }
+}
+
+/* The tile that is next, or none; it is there until leave_tile. */
+BST_DEVICE const tile *take_tile(const turns *next) {
+    const tile *t = next->tiles + next->at.index;
+    bst_barrier_wait(next->known + next->at.index, next->at.parity);
+    return t->segment < 0 ? (const tile *)0 : t;
+}
+
+/* By the thread that copies, or all lanes of a warp. */
+BST_DEVICE void leave_tile(turns *next, bool is_alone) {
+    if (!is_alone) bst_sync_warp();
+    if (is_alone || bst_lane() == 0) bst_barrier_arrive(next->taken + next->at.index);
+    bst_next_stage(&next->at, 2);
+}
+
+/* The body of a kernel whose blocks take tiles of queries, of arguments a: copy(&a, tile, &queries, &ring) in one
+ * thread, and work(&a, tile, worker, &queries, &ring) in two warp groups. bytes: of what stays for a tile's time,
  * before the ring's `stages` (constants). */
-#define OVER_QUERIES(a, bytes, stages, copy, work)                                                \
-    BST_DYNAMIC_SHARED(memory);                                                                   \
-    BST_SHARED(uint64_t, barriers, 2 * (stages) + 2);                                             \
-    BST_SHARED(int32_t, before, ATTENTION_SEGMENTS + 1);                                          \
-    own queries = {aligned(memory), barriers, barriers + 1, 0};                                   \
-    ring r = {queries.memory + (bytes), barriers + 2, barriers + 2 + (stages), {0, 0}};           \
-    const int worker = (int)bst_thread() / 128 - 1, apart = (int)bst_blocks();                    \
-    if (bst_thread() == 0) {                                                                      \
-        init(queries.full, queries.empty, 1, 1);                                                  \
-        init(r.full, r.empty, stages, 1);                                                         \
-        bst_barrier_fence_init();                                                                 \
-    }                                                                                             \
-    count_tiles(&(a).of, OF_QUERIES, before);                                                     \
-    const int all = before[(a).of.segments] * (a).of.heads;                                       \
-    tile t = {0, 0, 0, 0, 0, 0, 0, 0};                                                            \
-    if (worker < 0) {                                                                             \
-        bst_registers_less(40);                                                                   \
-        BST_ROLLED                                                                                \
-        for (int number = (int)bst_block(); number < all && bst_thread() == 0; number += apart) { \
-            find_queries(&(a).of, before, number, &t);                                            \
-            copy(&(a), &t, &queries, &r);                                                         \
-        }                                                                                         \
-    } else {                                                                                      \
-        bst_registers_more(232);                                                                  \
-        BST_ROLLED                                                                                \
-        for (int number = (int)bst_block(); number < all; number += apart) {                      \
-            find_queries(&(a).of, before, number, &t);                                            \
-            work(&(a), &t, worker, &queries, &r);                                                 \
-        }                                                                                         \
+#define OVER_QUERIES(a, bytes, stages, copy, work)                                                    \
+    BST_DYNAMIC_SHARED(memory);                                                                       \
+    BST_SHARED(uint64_t, barriers, 2 * (stages) + 2 + 4);                                             \
+    BST_SHARED(int32_t, before, ATTENTION_SEGMENTS + 1);                                              \
+    BST_SHARED(tile, tiles, 2);                                                                       \
+    own queries = {aligned(memory), barriers, barriers + 1, 0};                                       \
+    turns next = {tiles, barriers + 2, barriers + 4, {0, 0}};                                         \
+    ring r = {queries.memory + (bytes), barriers + 6, barriers + 6 + (stages), {0, 0}};               \
+    const int worker = (int)bst_thread() / 128 - 1;                                                   \
+    const tile *t;                                                                                    \
+    if (bst_thread() == 0) {                                                                          \
+        init(queries.full, queries.empty, 1, 1, GROUPS);                                              \
+        init(next.known, next.taken, 2, 1, LEAVES_A_TILE);                                            \
+        init(r.full, r.empty, stages, 1, GROUPS);                                                     \
+        bst_barrier_fence_init();                                                                     \
+    }                                                                                                 \
+    count_tiles(&(a).of, OF_QUERIES, before);                                                         \
+    if (worker < 0) {                                                                                 \
+        bst_registers_less(40);                                                                       \
+        if (bst_thread() / 32 == 1) find_tiles(&(a).of, before, &next);                               \
+        if (bst_thread() == 0) BST_ROLLED                                                             \
+        for (; (t = take_tile(&next)); leave_tile(&next, true)) copy(&(a), t, &queries, &r);          \
+    } else {                                                                                          \
+        bst_registers_more(232);                                                                      \
+        BST_ROLLED                                                                                    \
+        for (; (t = take_tile(&next)); leave_tile(&next, false)) work(&(a), t, worker, &queries, &r); \
     }
 
 #endif

@@ -83,6 +83,13 @@ BST_DEVICE uint32_t emu_warp_max(uint32_t v, const char *where) {
     return v;
 }
 #define bst_warp_max_u32(v) emu_warp_max(v, EMU_HERE)
+BST_DEVICE uint32_t emu_warp_sum(uint32_t v, const char *where) {
+    const emu_words own = {{v}}, *all = emu_current->gather(&own, where);
+    uint32_t sum = 0;
+    for (int lane = 0; lane < 32; lane++) sum += all[lane].w[0];
+    return sum;
+}
+#define bst_warp_sum_u32(v) emu_warp_sum(v, EMU_HERE)
 BST_DEVICE uint32_t emu_match_any(uint32_t v, const char *where) {
     const emu_words own = {{v}}, *all = emu_current->gather(&own, where);
     uint32_t same = 0;
