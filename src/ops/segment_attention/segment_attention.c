@@ -85,7 +85,8 @@ static const bst_argument backward_arguments[] = {
 
 static segment_attention_call call_of(const char *op, const bst_view *v, const bst_attribute *attributes) {
     double scale = attributes[SCALE].d;
-    int64_t dim = v[Q].size[2], rows = attributes[ROWS].i;
+    int64_t dim = v[Q].size[2], rows = attributes[ROWS].i, window = attributes[WINDOW].i;
+    int64_t queries = v[Q].size[0], keys = v[K].size[0];
     bool has_cuts = v[CUTS].dims > 0;
     return (segment_attention_call){.op = op,
                                     .q = v[Q],
@@ -94,15 +95,15 @@ static segment_attention_call call_of(const char *op, const bst_view *v, const b
                                     .cuts = v[CUTS],
                                     .y = v[Y],
                                     .lse = v[LSE],
-                                    .queries = v[Q].size[0],
-                                    .keys = v[K].size[0],
+                                    .queries = queries,
+                                    .keys = keys,
                                     .heads = v[Q].size[1],
                                     .groups = v[K].size[1],
                                     .dim = dim,
                                     .segments = has_cuts ? v[CUTS].size[1] - 1
                                                 : rows   ? rows
                                                          : 1,
-                                    .window = attributes[WINDOW].i,
+                                    .window = window < queries || window < keys ? window : 0, /* else it is of all */
                                     .scale = (float)(scale != 0 ? scale : 1 / sqrt((double)dim)),
                                     .causal = attributes[CAUSAL].i};
 }

@@ -28,7 +28,7 @@ static bst_status need_chip(const segment_attention_call *c, bst_chip *chip) {
         return bst__error(BST_UNSUPPORTED, "%s: there are %" PRId64 " segments; at most %d are supported on CUDA",
                           c->op, c->segments, ATTENTION_SEGMENTS);
     const int64_t tokens = c->queries > c->keys ? c->queries : c->keys;
-    if ((tokens / ATTENTION_STEP + c->segments) * c->heads > INT32_MAX / 2 || tokens > INT32_MAX / 2)
+    if ((tokens / ATTENTION_STEP + c->segments) * c->heads > INT32_MAX / 2 || tokens > INT32_MAX / 4)
         return bst__error(BST_UNSUPPORTED, "%s: %" PRId64 " tokens of %" PRId64 " heads are too many: split them",
                           c->op, tokens, c->heads);
     return BST_OK;
@@ -82,7 +82,7 @@ static attention_segments segments_of(const segment_attention_call *c) {
                                 .keys = (int32_t)c->keys,
                                 .heads = (int32_t)c->heads,
                                 .groups = (int32_t)(c->groups > 1 ? c->groups : 1),
-                                .window = (int32_t)bst__lesser(c->window, INT32_MAX / 2),
+                                .window = (int32_t)bst__lesser(c->window, INT32_MAX / 4),
                                 .scale = c->scale * 1.4426950408889634f};
 }
 

@@ -160,14 +160,15 @@ BST_DEVICE unsigned char *aligned(unsigned char *shared) {
     return shared + (1024 - bst_shared_address(shared) % 1024) % 1024;
 }
 
-/* arrivals: at each `full`. Two warp groups leave what they have read. By one thread, before bst_sync. */
+#define GROUPS 2 /* of warps that multiply, which each leave what they have read */
+
+/* arrivals, leaves: of each `full` and of each `empty`. By one thread, before bst_sync. */
 BST_DEVICE void init(uint64_t *full, uint64_t *empty, int count, unsigned arrivals, unsigned leaves) {
     for (int i = 0; i < count; i++) {
         bst_barrier_init(full + i, arrivals);
         bst_barrier_init(empty + i, leaves);
     }
 }
-#define GROUPS 2
 
 /* A head's columns of so many rows, as boxes behind one another. */
 BST_DEVICE void copy_rows(unsigned char *to, const bst_tensor_map *map, int head, int row, int rows, uint64_t *full) {
@@ -227,7 +228,7 @@ BST_DEVICE void own_sight(const tile *t, int first, int window, sight seen[2]) {
     BST_EACH(half, 2) seen[half] = sight_of(t, first - t->query + own_row() + 8 * half, window);
 }
 
-/* ---- which tiles a block takes ----------------------------------------------------------------------------------
+/* ---- which tiles a block takes -------------------------------------------------------------------------------------
  *
  * Every so many, in turns. All segments' last tiles come first, which have most to do beneath a causal mask; and what a
  * block has more of than others in one turn, it has less of in the next. To find a tile takes a microsecond, so a warp
