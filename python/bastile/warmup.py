@@ -194,7 +194,7 @@ def _attention(model_or_config: Any, dtype: torch.dtype | None) -> list[Call]:
         like(2, 2, of=torch.int32),
         like(heads, 64, of=torch.float32),
     )
-    windows = {0, getattr(text, "sliding_window", None) or 0}
+    windows = {0, int(bool(getattr(text, "sliding_window", None)))}  # one that has not all of these tokens in it
     return [
         call
         for window in sorted(windows)

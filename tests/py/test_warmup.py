@@ -549,11 +549,19 @@ def test_mistakes_in_the_command_are_told(tmp_path: Path, capsys: pytest.Capture
 def test_attention_within_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which a batch with padding takes, on the chip that has kernels of it, of widths and types that they serve."""
     warmed: list[list[str]] = []
-    monkeypatch.setattr(warmup, "_warm", lambda _types, work, *_rest: warmed.append([c.operator for c in work]))
+    windows: list[int] = []
+
+    def warm(_types: Any, work: Any, *_rest: Any) -> None:
+        warmed.append([call.operator for call in work])
+        of_segments = [call.arguments for call in work if call.operator == "segment_attention_forward"]
+        windows.extend(given[-1] for given in of_segments)
+        assert all(given[-1] < given[0].shape[0] for given in of_segments)  # else there is none
+
+    monkeypatch.setattr(warmup, "_warm", warm)
     heads = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     wide, narrow = [tiny("qwen3", torch.bfloat16, **heads, head_dim=width) for width in (64, 32)]
     in_windows = tiny("qwen3", torch.bfloat16, **heads, head_dim=64)
-    in_windows.config.sliding_window = 16
+    in_windows.config.sliding_window = 512
     for given, dtype, chip in (
         (wide, None, "sm_90"),
         (wide, None, "sm_80"),
@@ -566,4 +574,5 @@ def test_attention_within_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [[name for name in each if name.startswith("segment_attention")] for each in warmed]
     both = ["segment_attention_forward", "segment_attention_backward"]
     assert found == [both, [], [], both, [], both * 2]
+    assert windows == [0, 0, 0, 1]
     assert all(len(each) > 5 for each in warmed)

@@ -193,8 +193,8 @@ def sink_attention(
 
     Returns:
         [B, S, heads, D], of q's type. Gradients flow to q, k, v and sinks; kept for them are these, the result and a
-        float32 a query and head. A second differentiation is an error. On a GPU the gradients of queries are summed in
-        no fixed order, as PyTorch's flash attention does, but on Hopper.
+        float32 a query and head. A second differentiation is an error. On Hopper sums have a fixed order; on
+        other GPUs those of the gradients of queries have none, as in PyTorch's flash attention.
 
     Raises:
         ValueError: for tensors that are not served, with the reason.
