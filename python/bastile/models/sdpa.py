@@ -254,10 +254,10 @@ def _attends(original: Any) -> Any:
     def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(attention_mask):
             _look_at(module, query, key, value, args, kwargs)
-            if attention_mask is None and _are_faster_here(module, query, key, value, args, kwargs):
+            rows = _whole_rows(module, query, key, value, args, kwargs) if attention_mask is None else None
+            if rows is not None:
                 _TALLY.count()
-                q, k, v = cast_as_linear(query, key, value)
-                return masked_attention(q, k, v, scale=kwargs.get("scaling")), None
+                return masked_attention(*rows, scale=kwargs.get("scaling")), None
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         q, k, v = cast_as_linear(query, key, value)  # as autocast casts what PyTorch's attention is given
         said, dropout = _said(attention_mask, key.shape[2]), kwargs.get("dropout") or 0.0
@@ -312,17 +312,21 @@ def _note(module: Any, takes: bool) -> None:
 _DEVICES = ("cuda",)
 
 
-def _are_faster_here(module: Any, query: Any, key: Any, value: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call without a mask is of whole rows, causal, that Bastile's kernels attend to faster."""
+def _whole_rows(
+    module: Any, query: Any, key: Any, value: Any, args: Any, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Of a call without a mask q, k and v, if they are of whole rows, causal, that Bastile's kernels attend to
+    faster."""
     if torch.compiler.is_compiling() or query.device.type not in _DEVICES or not is_much(query):
-        return False
+        return None
     is_causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal) or kwargs.get("dropout"):
-        return False
+        return None
     if query.shape[2] != key.shape[2] or _refusal(args, kwargs) is not None:
-        return False
+        return None
     q, k, v = cast_as_linear(query, key, value)
-    return refusal(q, k, v) is None and q.shape[3] == v.shape[3] and are_faster_here(q, k, v)
+    is_served = refusal(q, k, v) is None and q.shape[3] == v.shape[3]
+    return (q, k, v) if is_served and are_faster_here(q, k, v) else None
 
 
 _WIDE = "its tensors are of float32"

@@ -77,11 +77,12 @@ typedef struct sight {
     int64_t key, end;
 } sight;
 
+/* How many keys a query sees to a side, itself among them; without a window more than there are. */
+static int64_t reach(const segment_attention_call *c) { return c->window ? c->window : INT64_MAX / 2; }
+
 static sight sight_of(const segment_attention_call *c, const segment *s, int64_t query) {
     const int64_t place = query + s->key_end - s->query_end; /* of the key that stands where it does */
-    const int64_t window = c->window ? c->window : INT64_MAX / 2;
-    sight seen = {place - window + 1, place + (c->causal ? 1 : window)};
-    if (!c->causal && !c->window) seen = (sight){s->key, s->key_end};
+    sight seen = {place - reach(c) + 1, place + (c->causal ? 1 : reach(c))};
     if (seen.key < s->key) seen.key = s->key;
     seen.end = bst__lesser(seen.end, s->key_end);
     if (seen.end < seen.key) seen.end = seen.key;
@@ -102,9 +103,8 @@ static sight all_sight(const segment_attention_call *c, const segment *s, int64_
 }
 
 static segment segment_of(const segment_attention_call *c, int row, int64_t token) {
-    const int64_t of_row[2] = {c->queries / c->segments, c->keys / c->segments};
     if (!c->cuts.dims) {
-        const int64_t n = token / of_row[row];
+        const int64_t of_row[2] = {c->queries / c->segments, c->keys / c->segments}, n = token / of_row[row];
         return (segment){n * of_row[0], (n + 1) * of_row[0], n * of_row[1], (n + 1) * of_row[1]};
     }
     const int32_t *queries = c->cuts.data, *keys = queries + c->segments + 1, *cuts = row ? keys : queries;
@@ -233,11 +233,10 @@ static void queries_part(const segment_attention_tiles *w, const segment_attenti
 static void keys_part(const segment_attention_tiles *w, const segment_attention_call *c, const segment *s,
                       const float *delta, int64_t key, int64_t keys, int64_t group) {
     const int64_t members = c->heads / c->groups, pitch = w->pitch;
-    const int64_t behind = s->query_end - s->key_end, window = c->window ? c->window : INT64_MAX / 2;
-    int64_t begin = s->query, end = s->query_end; /* of the queries that see one of them */
-    if (c->causal && key + behind > begin) begin = key + behind;
-    if (!c->causal && key + behind - window + 1 > begin) begin = key + behind - window + 1;
-    if (c->window) end = bst__lesser(end, key + keys - 1 + behind + window);
+    const int64_t place = key + s->query_end - s->key_end; /* of the query that stands where the first does */
+    const int64_t first_one = c->causal ? place : place - reach(c) + 1; /* that sees one of them */
+    const int64_t begin = first_one > s->query ? first_one : s->query;
+    const int64_t end = bst__lesser(s->query_end, place + keys - 1 + reach(c));
     load_keys(w, c, key, keys, group);
     clear(w->sums, keys * pitch);
     clear(w->more, keys * pitch);

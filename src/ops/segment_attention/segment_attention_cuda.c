@@ -67,12 +67,14 @@ static bst_status map(const segment_attention_call *c, const char *name, const b
     return bst__cuda_map_boxes(c->op, v->device.device_id, &boxes, out);
 }
 
+static uint32_t key_rows(const segment_attention_call *c) { return ATTENTION_KEYS(ATTENTION_DIM(c->dim)); }
+
 static bst_status map_inputs(const segment_attention_call *c, uint32_t query_rows, bst_tensor_map *q, bst_tensor_map *k,
                              bst_tensor_map *v) {
     BST_TRY(map(c, "q", &c->q, query_rows, q));
     if (!c->keys) return BST_OK; /* nothing is copied of them */
-    BST_TRY(map(c, "k", &c->k, ATTENTION_KEYS(ATTENTION_DIM(c->dim)), k));
-    return map(c, "v", &c->v, ATTENTION_KEYS(ATTENTION_DIM(c->dim)), v);
+    BST_TRY(map(c, "k", &c->k, key_rows(c), k));
+    return map(c, "v", &c->v, key_rows(c), v);
 }
 
 static attention_segments segments_of(const segment_attention_call *c) {
@@ -82,7 +84,7 @@ static attention_segments segments_of(const segment_attention_call *c) {
                                 .keys = (int32_t)c->keys,
                                 .heads = (int32_t)c->heads,
                                 .groups = (int32_t)(c->groups > 1 ? c->groups : 1),
-                                .window = (int32_t)bst__lesser(c->window, INT32_MAX / 4),
+                                .window = (int32_t)c->window,
                                 .scale = c->scale * 1.4426950408889634f};
 }
 
@@ -158,8 +160,7 @@ static bst_status add_parts(const bst_exec *exec, const segment_attention_call *
 static bst_status run_dkv(const bst_exec *exec, const segment_attention_call *c, const bst_chip *chip,
                           const float *delta) {
     if (!c->keys || !c->groups) return BST_OK;
-    const int64_t tiles = most_tiles(c, c->keys, ATTENTION_KEYS(ATTENTION_DIM(c->dim))) * c->groups,
-                  parts = parts_of(c, tiles, chip);
+    const int64_t tiles = most_tiles(c, c->keys, key_rows(c)) * c->groups, parts = parts_of(c, tiles, chip);
     const size_t bytes = (size_t)(parts * c->dk.count) * sizeof(float);
     attention_dkv_args args = {.of = segments_of(c),
                                .lse = c->lse.data,
