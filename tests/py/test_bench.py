@@ -503,6 +503,10 @@ def test_a_peak_counts_what_graphs_keep(monkeypatch: pytest.MonkeyPatch) -> None
 
     segments = [segment((0, 0), 50, 30), segment((0, 2), 20, 5), segment((0, 2), 7, 0), segment((0, 4), 9, 0, device=1)]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 40)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 80)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     assert timing.cuda_peak(torch.device("cuda", 0)) == 40 + 15 + 7
     assert timing.cuda_peak(torch.device("cuda", 1)) == 40 + 9
+    # Graphs that were captured meanwhile are in PyTorch's peak, and in what they keep.
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 60)
+    assert timing.cuda_peak(torch.device("cuda", 0)) == 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import subprocess
 import sys
 import weakref
@@ -18,6 +19,7 @@ import bastile
 from bastile.graphs import stack as stacks
 from bastile.graphs import step as steps
 from bastile.graphs.captured import Captured
+from bastile.graphs.pays import Pays, pays
 from bastile.ops import _adapted_mlp
 from bastile.ops import lora as of_lora
 from conftest import tiny_model
@@ -345,3 +347,49 @@ def test_auto_measures_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bastile.graphs.pays.Pays.ratio", lambda self: 2.0)
     run = train(model, "auto", steps=5)  # type: ignore[arg-type]
     assert (run.replayed, run.aside) == (0, {"the device is not waiting for the host": 2})
+
+
+@pytest.mark.parametrize(("has_begun", "ratio"), [(True, 0.5), (False, math.inf)])
+def test_who_waits_for_room_in_the_queue_is_not_slow(
+    has_begun: bool, ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps for which nobody waits fill the queue of launches, and then the host takes as long as the device. It is
+    seen by this: the device has not come to a forward pass when the host is through with it."""
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.seconds: float | None = None
+
+        def record(self) -> None:
+            self.seconds = 0.0
+
+        def query(self) -> bool:
+            return has_begun or measured.ratio_is_asked
+
+        def elapsed_time(self, end: Event) -> float:
+            return 0.5 * 1e3 * measured._seconds
+
+    class Measured(Pays):
+        ratio_is_asked = False
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    measured = Measured(torch.device("cuda"))
+    measured.begin()
+    measured.end()
+    measured.ratio_is_asked = True
+    assert measured.ratio() == pytest.approx(ratio)
+    assert pays(ratio) == has_begun
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="needs a queue of launches")
+def test_a_device_that_is_behind_gets_no_graphs() -> None:
+    """However many launches are queued: here so many that the host waits for room in each step."""
+    bastile.apply(cuda_graphs="auto")
+    model = tiny_model(num_hidden_layers=4).to(DEVICE)
+    batch, work = batch_of(model), torch.randn(4096, 4096, device=DEVICE)
+    for _ in range(8):
+        for _ in range(300):
+            torch.mm(work, work)
+        model(**batch).loss.backward()
+    assert counted()[0] == 0
+    torch.cuda.synchronize()

@@ -1,6 +1,7 @@
 """`bastile profile`: every kernel in its group, the figures right, the model left as it was."""
 
 import json
+import re
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -100,12 +101,24 @@ KERNELS = [
     ("_ExpertsBackward", "activation"),
     ("_LinearCrossEntropyBackward", "loss"),
 ]
+#: What has no group by its name alone: sums of any rows, and what belongs to layers that have no group.
+_ANY = re.compile(r"column_sums|causal_conv1d_\w+|delta_\w+|dequantize_\w+|dropout")
 MULTIPLY = "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float, MulFunctor<float>>>"
 
 
 @pytest.mark.parametrize(("name", "group"), KERNELS)
 def test_names_that_tell_their_group(name: str, group: str) -> None:
     assert group_of(name) == group
+
+
+def test_every_kernel_of_ours_tells_its_group() -> None:
+    """In a CUDA graph nothing else does."""
+    sources = (Path(__file__).resolve().parents[2] / "src").rglob("*.cu")
+    names = {name for source in sources for name in re.findall(r"BST_KERNEL\((\w+)", source.read_text())}
+    assert len(names) > 50
+    assert [name for name in sorted(names) if group_of(name) == "other" and not _ANY.fullmatch(name)] == []
+    assert group_of("low_rank_tiles") == group_of("low_rank_backward") == "products"
+    assert group_of("low_rank_glu_backward") == "activation"
 
 
 @pytest.mark.parametrize(

@@ -261,12 +261,14 @@ def extra_bytes(call: Callable[[], object], device: torch.device) -> int | None:
 
 
 def cuda_peak(device: torch.device) -> int:
-    """PyTorch's peak, and what CUDA graphs keep for their replays in pools of their own, which it counts as free."""
+    """PyTorch's peak, and what CUDA graphs keep for their replays in pools of their own, which it counts as free: no
+    more than the driver ever gave, for graphs that were captured meanwhile are in both."""
     index = torch.cuda.current_device() if device.index is None else device.index
     pools = [
         s for s in torch.cuda.memory_snapshot() if s.get("device", index) == index and s["segment_pool_id"] != (0, 0)
     ]
-    return torch.cuda.max_memory_allocated(device) + sum(s["total_size"] - s["active_size"] for s in pools)
+    kept = sum(s["total_size"] - s["active_size"] for s in pools)
+    return min(torch.cuda.max_memory_allocated(device) + kept, torch.cuda.max_memory_reserved(device))
 
 
 def begin_peak(device: torch.device) -> int | None:

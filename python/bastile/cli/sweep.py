@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
     how = parser.add_argument_group("how it is measured")
     add(how.add_mutually_exclusive_group(), "--whole-step", "--no-optimizer")
     add(how, "--steps", what="timed steps", default=5, was=["--repeats"])
-    add(how, "--untimed", default=3)
+    add(how, "--untimed", default=5)
     add(how, "--profile-floor", "--memory-limit")
     add(how, "--timeout", default=900.0)
     add(how, "--budget", what="configuration")

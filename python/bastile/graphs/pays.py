@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -26,6 +27,7 @@ class Pays:
         self._events: tuple[torch.cuda.Event, ...] = ()
         self._left = _STEPS
         self._begin = self._seconds = 0.0
+        self._is_behind = False
 
     def begin(self) -> None:
         self._events = ()
@@ -39,14 +41,19 @@ class Pays:
         self._left -= 1
         if self._events:
             self._events[1].record()
+            # The host may have waited for room in the queue of launches, and its time be the device's.
+            self._is_behind = not self._events[0].query()
 
     def wants_more(self) -> bool:
         return self._left > 0
 
     def ratio(self) -> float | None:
-        """The device's time over the host's. None: not known yet."""
+        """The device's time over the host's; infinite where the device began when the host had ended. None: not known
+        yet."""
         if not self._events:
             return 0.0
+        if self._is_behind:
+            return math.inf
         if not self._events[1].query():
             return None
         return self._events[0].elapsed_time(self._events[1]) / 1e3 / self._seconds

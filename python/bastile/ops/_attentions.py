@@ -21,9 +21,11 @@ _CUDNN: int = torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
 _FLASH: int = torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
 
 #: Of causal rows, from so many products of queries with keys and columns on, Bastile's kernels take less time than
-#: cuDNN's (bench/NOTES.md). Below, host time is more than what there is to gain; and longer rows of narrow heads, whose
-#: weights cost as much as their products, cuDNN computes once in its backward pass, and Bastile twice.
-LEAST_WORK, NARROW, MOST_OF_NARROW = 4e9, 64, 4096
+#: cuDNN's (bench/NOTES.md). Below, host time is more than what there is to gain.
+LEAST_WORK = 4e9
+#: Up to so many columns of a head, the longest rows of which that holds: cuDNN makes weights once in its backward pass,
+#: Bastile twice.
+LONGEST = {64: 4096, 128: 8192}
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Rows:
         if q.is_cuda and _are_wide(q):
             return self._of_wide(q).forward(*_behind(q, k, v))
         is_own = self._is_varlen_s(q)
-        if q.is_cuda and (not is_own or _are_long_and_narrow(q)) and self._is_cudnn_s(q, k, v):
+        if q.is_cuda and (not is_own or _are_long(q)) and self._is_cudnn_s(q, k, v):
             y, lse, *more, _ = flash.cudnn_forward(q, k, v, None, True, 0.0, True, False, scale=self.scale)
             return y.transpose(1, 2), lse, more
         if is_own:
@@ -208,7 +210,7 @@ def are_faster_here(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         is_much(q)
         and varlen.serves(q, q.shape[0], 0.0)
-        and not _are_long_and_narrow(q)
+        and not _are_long(q)
         and _choice(q, k, v, q.shape[-1] ** -0.5) in (_CUDNN, _FLASH)
     )
 
@@ -218,8 +220,8 @@ def is_much(q: Tensor) -> bool:
     return q.numel() * q.shape[2] >= LEAST_WORK
 
 
-def _are_long_and_narrow(q: Tensor) -> bool:
-    return q.shape[3] <= NARROW and q.shape[2] > MOST_OF_NARROW
+def _are_long(q: Tensor) -> bool:
+    return any(q.shape[3] <= columns and q.shape[2] > tokens for columns, tokens in LONGEST.items())
 
 
 def _choice(q: Tensor, k: Tensor, v: Tensor, scale: float) -> int:

@@ -17,8 +17,10 @@ _OWN = [
     ("norms", r"(add_)?(rms_|layer_)?norm_\w+"),
     ("attention", r"segment_attention_\w+"),
     ("rotary", r"(qk_norm_)?rope\w*"),  # that norm is computed in the rotation's pass over memory
+    ("products", r"low_rank_(?!glu)\w+|moe_linear\w*"),
     ("activation", r"\w*glu_\w+|activation_\w+|moe_\w+"),
-    ("loss", r"(linear_)?cross_entropy\w*|scale_?"),
+    ("loss", r"(linear_)?cross_entropy\w*|linear_(logprobs|divergence)\w*|scale_?"),
+    ("optimiser", r"optim_\w+"),
 ]
 _ATTENTION = (
     r"flash_(fwd|bwd)|flash::|FlashAttn|fmha|AttentionKernel|AttentionBackwardKernel|_sdpa_|\bsdpa|flash_attn|"

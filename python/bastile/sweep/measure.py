@@ -71,6 +71,7 @@ def measure(
             optimizer.step()
 
     for turn in range(plan["warm_up"]):
+        synchronize(device)  # as below: what is chosen by how long steps take is chosen here
         losses.append(forward_backward(model, ids))
         if whole or turn == 0:  # the first one makes the states
             update()
