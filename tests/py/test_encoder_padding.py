@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import bastile
 from bastile.graphs.stack import _stacks
-from bastile.models import encoders, mask_flow, padding, sdpa, side_by_side
+from bastile.models import encoders, mask_flow, padding, sdpa, side_by_side, small
 from bastile.models.masked_attention import encoders_of
 from bastile.models.sites import ModelFile
 from conftest import assert_same_up_to_rounding, gradients, older_than
@@ -80,6 +81,13 @@ def step(
     return hidden.detach().clone(), gradients(model)
 
 
+def _assert_same_gradients(grads: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert grads.keys() == want.keys()
+    scale = max(gradient.abs().max().item() for gradient in want.values())
+    for name, gradient in want.items():  # some are 0 but for rounding, as that of a key's bias
+        assert (grads[name] - gradient).abs().max().item() <= 2e-5 * scale, name
+
+
 def assert_as_stock(model: Any, given: dict[str, Any], reads: bool, **how: Any) -> tuple[int, int]:
     """Passes without padding, and our attentions, in the second step with bastile.apply."""
     want, want_grads = step(model, given, reads)
@@ -91,10 +99,7 @@ def assert_as_stock(model: Any, given: dict[str, Any], reads: bool, **how: Any) 
     bastile.reset()
     rows = given["attention_mask"].bool() if reads else torch.ones_like(given["attention_mask"]).bool()
     assert_same_up_to_rounding(got[rows], want[rows], model, "hidden states")
-    assert grads.keys() == want_grads.keys()
-    scale = max(gradient.abs().max().item() for gradient in want_grads.values())
-    for name, gradient in want_grads.items():  # some are 0 but for rounding, as that of a key's bias
-        assert (grads[name] - gradient).abs().max().item() <= 2e-5 * scale, name
+    _assert_same_gradients(grads, want_grads)
     return found
 
 
@@ -529,3 +534,30 @@ class Other(nn.Module):
         (tmp_path / f"{name}.py").write_text(text + more)
         file = ModelFile(name, __import__(name))
         assert bool(encoders_of(file)) == served
+
+
+@pytest.mark.parametrize(("kind", "passes"), [("right", 1), ("left", 0)])
+@pytest.mark.parametrize("name", ["BertLMHeadModel", "RobertaForCausalLM", "ErnieForCausalLM"])
+def test_the_token_that_comes_next_is_read_off_padding(name: str, kind: str, passes: int) -> None:
+    """A head of causal models upon an encoder, which is no decoder: a first token's label is that of the row before."""
+    if older_than("5.17"):
+        pytest.skip("there encoders have other code")
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = small.prepared(cls(small.small_config(cls.config_class.model_type)))
+    given = given_of(kind)
+    given["labels"] = given["input_ids"].masked_fill(given["attention_mask"] == 0, padding.IGNORED)
+
+    def trained() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = model(**given).loss
+        loss.backward()
+        return loss.detach(), gradients(model)
+
+    want, want_grads = trained()
+    bastile.apply()
+    trained()
+    ran()
+    got, grads = trained()
+    assert ran()[0] == passes
+    assert_same_up_to_rounding(got, want, model, "loss")
+    _assert_same_gradients(grads, want_grads)

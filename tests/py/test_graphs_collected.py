@@ -8,6 +8,7 @@ from torch import nn
 
 import bastile
 from bastile.graphs import collected
+from bastile.models import small
 from conftest import older_than
 from graphing import DEVICE, allow_graphs, assert_alike, batch_of, counted, train
 from test_graphs_stacks import SMALL, built
@@ -119,6 +120,23 @@ def test_collected_states_stay_as_they_are():
         for state, as_it_was in states:
             assert type(state) is torch.Tensor
             assert torch.equal(state, as_it_was)
+
+
+def test_parts_of_states_are_their_holders_too():
+    """LED pads its encoder's tokens to whole windows, and returns of all states the part that is no padding."""
+    bastile.apply(cuda_graphs=True)
+    torch.manual_seed(0)
+    config = small.small_config("led", attention_window=[4, 4], dropout=0.0, attention_dropout=0.0)
+    model = small.prepared(transformers.LEDForConditionalGeneration(config)).to(DEVICE)
+    kept = []
+    for step in range(5):
+        batch = {name: batch_of(model, step)[name] for name in ("input_ids", "labels")}
+        output = model(**batch, output_hidden_states=True, return_dict=step != 4)
+        states = output.encoder_hidden_states if step < 4 else next(each for each in output if type(each) is tuple)
+        kept.append([(state, state.clone()) for state in states])
+        (output[0] + states[1].square().mean()).backward()
+    assert counted()[0] == 6
+    assert all(torch.equal(state, as_it_was) for states in kept for state, as_it_was in states)
 
 
 def test_hooks_that_stay_behind():

@@ -134,13 +134,20 @@ def test_nobody_waits_for_what_types_say_of_images() -> None:
     assert outer_masks._is_of_text({"pixel_values": torch.zeros(1)})
 
 
-def test_packed_positions_reach_the_text_model() -> None:
-    model, given = model_of(TYPES[0]), {**batch("ones"), "attention_mask": None, "position_ids": POSITIONS}
+@pytest.mark.parametrize("uses_cache", [False, True, None])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_packed_positions_reach_the_text_model(model_type: str, uses_cache: bool | None) -> None:
+    """Which does not ask them where it has made a cache for itself: then masks are the model's."""
+    model, given = model_of(model_type), {**batch("packed"), "use_cache": uses_cache}
+    model.config.get_text_config().use_cache = True
     want, *_ = step(model, given)
+    (of_one, *_), whole = step(model, {**given, "position_ids": None}), {**given, "position_ids": torch.arange(17)[None]}
+    assert abs(of_one - want) > 1e-3
     bastile.apply()
     got, *_ = step(model, given)
     assert_same_up_to_rounding(got, want, model.model.language_model, "loss")
-    assert bastile.report().ran("masked_attention") > 1
+    assert ran("Model") - ran("TextModel") == (uses_cache is False)
+    assert_same_up_to_rounding(step(model, whole)[0], of_one, model.model.language_model, "loss")
 
 
 OUTER = """

@@ -28,6 +28,7 @@ from bastile.graphs.returned import has_own, hidden_of, others_of, returned
 from bastile.graphs.runs import Call, Note, Run
 from bastile.graphs.stack import HOOKED, Stack
 from bastile.models.chunks import asked, opened
+from bastile.ops._common import has_values
 
 Mode = Literal["auto"] | bool
 
@@ -382,6 +383,13 @@ class Step:
         return captured
 
 
+def _storage(tensor: Any) -> int:
+    """Which memory it has; 0 where it is no tensor, or stands for one that nobody has looked at."""
+    if type(tensor) is Between:
+        tensor = tensor.made_once
+    return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) and has_values(tensor) else 0
+
+
 def _tokens(key: Any) -> int:
     """That go through the layers in a step of this kind; one where there are none."""
     (shape, *_) = key[1]
@@ -449,10 +457,13 @@ class _Noting:
         )
 
     def left(self, result: Any) -> tuple[set[int], Any]:
-        """The layers whose output is in what the backbone returns, and that with the outputs themselves."""
+        """The layers whose output is in what the backbone returns, or a part of it, as of what LED pads, and that with the
+        outputs themselves."""
         leaves = tree_leaves(list(result.values()) if isinstance(result, Mapping) else result)
         left = {self.given_out[id(leaf)][0] for leaf in leaves if id(leaf) in self.given_out}
         left |= {index for index, _ in self.collected}
+        own = {storage: index for index, hidden in self.given_out.values() if (storage := _storage(hidden))}
+        left |= {own[storage] for leaf in leaves if (storage := _storage(leaf)) in own}
         if isinstance(result, Mapping):
             for name, value in result.items():
                 if any(type(leaf) is Between for leaf in tree_leaves(value)):

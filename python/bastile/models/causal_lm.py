@@ -92,7 +92,8 @@ def model_forward(
         if not torch.compiler.is_compiling():
             if not is_causal:  # which rows are read its code says: models/encoder_heads.py
                 return eager(self, *args, **kwargs)
-            with read_by(_labels(self, given) if masks_router or not _wants_router(self, given) else None):
+            is_known = masks_router or not _wants_router(self, given)
+            with read_by(_labels(self, given) if is_known else None, are_next=True):
                 return eager(self, *args, **kwargs)
         if read is None:
             return eager(self, *args, **kwargs)

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from bastile.guards import mark_as_ours, stock_of
-from bastile.host_copies import fetched
-from bastile.models import encoders, outer_masks, padding, sdpa
+from bastile.models import encoders, masks, outer_masks, padding, sdpa
 from bastile.models.forms import code_of
 from bastile.models.mask_flow import MASK, hands_mask_on, hands_masks_out, names_in
 from bastile.models.rebind import with_global
@@ -256,10 +255,8 @@ def _padding(given: dict[str, Any]) -> torch.Tensor | None:
 
 def _sequences(given: dict[str, Any]) -> torch.Tensor | None:
     """On the host, which sequence each token is of, where Transformers asks for that and a row has several."""
-    from transformers.masking_utils import find_packed_sequence_indices
-
     positions = given.get(_POSITIONS)
     has_cache = any(given.get(name) is not None for name in _CACHES)
     if positions is None or given.get(MASK) is not None or has_cache or not has_values(positions):
         return None
-    return stock_of(find_packed_sequence_indices)(fetched(positions))
+    return masks.numbers_of_sequences(positions)

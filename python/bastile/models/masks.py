@@ -19,7 +19,7 @@ import torch
 
 from bastile.graphs import caches
 from bastile.guards import stand_in_for, stock_of
-from bastile.host_copies import on_host, remember
+from bastile.host_copies import fetched, on_host, remember
 from bastile.models.rebind import as_keywords
 
 _GIVEN, _POSITIONS = "attention_mask", "position_ids"
@@ -134,6 +134,13 @@ def _finds_packed(original: Callable[..., Any]) -> Callable[..., Any]:
 
     stand_in_for(original, find)
     return find
+
+
+def numbers_of_sequences(positions: torch.Tensor) -> torch.Tensor | None:
+    """On the host, which sequence of its row each token is of, by Transformers' own code; None where each row is one."""
+    from transformers.masking_utils import find_packed_sequence_indices
+
+    return stock_of(find_packed_sequence_indices)(fetched(positions))
 
 
 def _rows_on_host(positions: Any) -> torch.Tensor | None:

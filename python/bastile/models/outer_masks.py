@@ -14,6 +14,7 @@ import torch
 
 from bastile.graphs import caches
 from bastile.host_copies import fetched, on_host
+from bastile.models import masks, sdpa
 from bastile.models.forms import Code
 from bastile.models.mask_flow import MASK, is_name, of_self
 from bastile.models.rebind import as_keywords, parameter_names, with_global
@@ -132,6 +133,8 @@ def _leaving(name: str, texts: tuple[type, ...], tally: Tally, original: Any) ->
         mask = given.get(MASK)
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
             return original(self, *args, **kwargs)
+        if _is_packed_for_it_alone(self, given):
+            return original(self, *args, **kwargs)
         return (of_text if _is_of_text(given) else without_blocks)(self, *args, **kwargs)
 
     return forward
@@ -139,6 +142,19 @@ def _leaving(name: str, texts: tuple[type, ...], tally: Tally, original: Any) ->
 
 def _makes_the_same(model: Any, text: Any, texts: tuple[type, ...]) -> bool:
     return type(text) in texts and model.config.get_text_config() is text.config
+
+
+def _is_packed_for_it_alone(model: Any, given: dict[str, Any]) -> bool:
+    """Whether positions tell it of several sequences in a row, and will not tell its text model: that makes a cache for
+    itself before it makes masks, and where there is a cache nobody asks positions."""
+    positions, uses_cache = given.get("position_ids"), given.get("use_cache")
+    if uses_cache is None:
+        uses_cache = getattr(model.config.get_text_config(), "use_cache", False)
+    if positions is None or not uses_cache or given.get(MASK) is not None or caches.given_in(given) is not None:
+        return False
+    if sdpa.making.packed is not None:  # which says so itself
+        return False
+    return has_values(positions) and masks.numbers_of_sequences(positions) is not None
 
 
 def _is_of_text(given: dict[str, Any]) -> bool:

@@ -27,6 +27,7 @@ class _Here(threading.local):
     labels: torch.Tensor | None = None
     is_assumed = False
     is_alone = False  # nobody gets to see other rows than those that are read
+    are_next = False  # labels are of the tokens that come next: the row before each may be read in its place
 
 
 _here = _Here()
@@ -35,17 +36,17 @@ _are_read: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextmanager
-def read_by(labels: Any, is_alone: bool = False) -> Iterator[None]:
+def read_by(labels: Any, is_alone: bool = False, are_next: bool = False) -> Iterator[None]:
     """Within, in this thread, a model makes hidden states of which those rows are read whose labels are not IGNORED, or
-    the row before each of these; and of a router's logits none of padding's. None: nothing is known. is_alone: nobody
-    gets to see the others."""
-    before = _here.labels, _here.is_alone
+    with are_next the row before each of these; and of a router's logits none of padding's. None: nothing is known.
+    is_alone: nobody gets to see the others."""
+    before = _here.labels, _here.is_alone, _here.are_next
     is_known = isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point()
-    _here.labels, _here.is_alone = labels if is_known else None, is_alone and is_known
+    _here.labels, _here.is_alone, _here.are_next = labels if is_known else None, is_alone and is_known, are_next
     try:
         yield
     finally:
-        _here.labels, _here.is_alone = before
+        _here.labels, _here.is_alone, _here.are_next = before
 
 
 def may_be_left_out(is_training: bool) -> bool:
@@ -56,7 +57,8 @@ def may_be_left_out(is_training: bool) -> bool:
 
 def is_unread(mask: torch.Tensor, before: bool = False) -> bool:
     """mask: of the batch's tokens, on the host. before: padding before sequences is not to be read either, of which the
-    last row may be, by the first token's label. What stands behind the labels is cut off before anybody sees it."""
+    last row is by the first token's label, where that is of the token that comes next. What stands behind the labels is
+    cut off before anybody sees it."""
     if _here.is_assumed:
         return True
     labels = _here.labels
@@ -66,7 +68,7 @@ def is_unread(mask: torch.Tensor, before: bool = False) -> bool:
     is_read, is_padding = host != IGNORED, mask[:, : host.shape[1]] == 0
     if bool((is_read & is_padding).any()):
         return False
-    return not before or not bool((is_read[:, 1:] & is_padding[:, :-1]).any())
+    return not (before and _here.are_next) or not bool((is_read[:, 1:] & is_padding[:, :-1]).any())
 
 
 def on_host_with_labels(mask: torch.Tensor) -> torch.Tensor:

@@ -150,7 +150,7 @@ def side_by_side(
 ) -> SideBySide | None:
     """A batch of this mask, which the host has, without its padding; None where that is read, or leaving it out does
     not pay."""
-    if bool(mask.all()) or not bool(mask.any()) or not padding.is_unread(mask, before=causal) or has_holes(mask):
+    if bool(mask.all()) or not bool(mask.any()) or not padding.is_unread(mask, before=True) or has_holes(mask):
         return None
     (rows, length), count = mask.shape, int(mask.sum())
     has_graphs = may_have_graphs(module, count)
