@@ -9,6 +9,7 @@
 #   make test-models   one training step of each model type of Transformers
 #   make lint    format and style only
 #   make fuzz SECONDS=600 SEED=2   random calls of every operator function under sanitizers: more of what make test has
+#   make fuzz-models SECONDS=600 SEED=2   random models, trained by stock Transformers and with Bastile: likewise
 #   make bench   time the operators on this machine
 #   make wheel   the source and the wheel that are published, into dist/ (make sdist: the source alone)
 #   make clean   remove what the above made
@@ -24,7 +25,7 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 NVRTC := $$($(PY) tools/nvrtc_folder.py)
 SITE := build/site
 
-.PHONY: demo test test-oldest test-midway test-torch test-trl test-models test-chips lint fuzz bench sdist wheel clean install c-tests py-tests emulated-tests
+.PHONY: demo test test-oldest test-midway test-torch test-trl test-models test-chips lint fuzz fuzz-models bench sdist wheel clean install c-tests py-tests emulated-tests
 
 demo: install
 	PYTHONPATH=$(SITE) $(PY) -m bastile demo --out demo-out
@@ -140,6 +141,9 @@ SEED := 1
 fuzz: $(if $(VENV),$(VENV)/test.stamp)
 	$(call configure,sanitized,-Dtests=true $(SANITIZE))
 	build/sanitized/tests/fuzz/fuzz --seed $(SEED) --seconds $(SECONDS)
+
+fuzz-models: install $(if $(VENV),$(VENV)/test.stamp)
+	PYTHONPATH=$(SITE) $(PY) tools/random_models.py --seed $(SEED) --seconds $(SECONDS)
 
 # ---- the rest -------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from bastile.host_copies import remember
 from bastile.models import forms, outer_masks, sdpa, side_by_side, small, support
 from conftest import assert_same_up_to_rounding, older_than
 from padded import MASKS
-from test_masks_of_segments import KINDS, POSITIONS, batch, step
+from test_masks_of_segments import KINDS, batch, step
 from test_padding_free import of_kind
 
 ALL = ("gemma3", "gemma4", "gemma4_unified")
@@ -141,7 +141,10 @@ def test_packed_positions_reach_the_text_model(model_type: str, uses_cache: bool
     model, given = model_of(model_type), {**batch("packed"), "use_cache": uses_cache}
     model.config.get_text_config().use_cache = True
     want, *_ = step(model, given)
-    (of_one, *_), whole = step(model, {**given, "position_ids": None}), {**given, "position_ids": torch.arange(17)[None]}
+    (of_one, *_), whole = (
+        step(model, {**given, "position_ids": None}),
+        {**given, "position_ids": torch.arange(17)[None]},
+    )
     assert abs(of_one - want) > 1e-3
     bastile.apply()
     got, *_ = step(model, given)

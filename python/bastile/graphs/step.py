@@ -457,8 +457,8 @@ class _Noting:
         )
 
     def left(self, result: Any) -> tuple[set[int], Any]:
-        """The layers whose output is in what the backbone returns, or a part of it, as of what LED pads, and that with the
-        outputs themselves."""
+        """The layers whose output is in what the backbone returns, or a part of one, as of what LED pads; and that with
+        the outputs themselves."""
         leaves = tree_leaves(list(result.values()) if isinstance(result, Mapping) else result)
         left = {self.given_out[id(leaf)][0] for leaf in leaves if id(leaf) in self.given_out}
         left |= {index for index, _ in self.collected}

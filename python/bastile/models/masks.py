@@ -137,7 +137,7 @@ def _finds_packed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def numbers_of_sequences(positions: torch.Tensor) -> torch.Tensor | None:
-    """On the host, which sequence of its row each token is of, by Transformers' own code; None where each row is one."""
+    """On the host, which sequence of its row each token is of, by Transformers' own code; None where rows are one."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     return stock_of(find_packed_sequence_indices)(fetched(positions))
