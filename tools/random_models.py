@@ -375,15 +375,22 @@ def patched(model: Any, way: Way) -> Iterator[None]:
         if way.everywhere:
             bastile.apply(cuda_graphs=graphs)
         else:
-            try:
-                bastile.apply_to_model(model, cuda_graphs=graphs)
-            except RuntimeError as error:  # layers that have no graphs, asked for by name
-                if "no place" not in str(error):
-                    raise
-                bastile.apply_to_model(model)
+            _patch(model, graphs)
         yield
     finally:
         bastile.reset(model=None if way.everywhere else model)
+
+
+def _patch(model: Any, graphs: Any) -> None:
+    try:
+        bastile.apply_to_model(model, cuda_graphs=graphs)
+    except ValueError as error:
+        if "nothing to replace" not in str(error):
+            raise
+    except RuntimeError as error:  # layers that have no graphs, which were asked for by name
+        if "no place" not in str(error):
+            raise
+        bastile.apply_to_model(model)
 
 
 def judged(seed: int, case: Case, device: torch.device, weights: int = 0) -> dict[str, Any]:

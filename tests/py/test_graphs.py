@@ -386,7 +386,7 @@ def test_a_device_that_is_behind_gets_no_graphs() -> None:
     """However many launches are queued: here so many that the host waits for room in each step."""
     bastile.apply(cuda_graphs="auto")
     model = tiny_model(num_hidden_layers=4).to(DEVICE)
-    batch, work = batch_of(model, 0), torch.randn(4096, 4096, device=DEVICE)
+    batch, work = batch_of(model, 0, mask=False), torch.randn(4096, 4096, device=DEVICE)
     for _ in range(8):
         for _ in range(300):
             torch.mm(work, work)
