@@ -16,6 +16,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import bastile
+from bastile.graphs import conditions
 from bastile.graphs import stack as stacks
 from bastile.graphs import step as steps
 from bastile.graphs.captured import Captured
@@ -203,6 +204,33 @@ def test_a_shape_must_come_often_to_take_another_s_place(monkeypatch: pytest.Mon
     assert [(reason[:24], n) for reason, n in got.aside.items()] == [("more kinds of steps than", 4 + 9)]
 
 
+def test_graphs_make_room_for_larger_steps_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory is short; and come again when such steps do not."""
+    model = tiny_model().to(DEVICE)
+    recorder = type(conditions.recorder_for(next(model.parameters()).device))
+    monkeypatch.setattr(recorder, "is_short_of_memory", lambda self: True)
+    monkeypatch.setattr("bastile.graphs.pays.Pays.ratio", lambda self: 0.1 if stack_of().steps < 5 else 5.0)
+    bastile.apply(cuda_graphs="auto")
+
+    def stack_of() -> Any:
+        [stack] = stacks._stacks.values()
+        return stack
+
+    def step(length: int) -> int:
+        model(**batch_of(model, length, 2, length)).loss.backward()
+        model.zero_grad()
+        return len(stack_of().captured)
+
+    assert [step(5) for _ in range(5)] == [0, 0, 0, 1, 1]
+    assert step(5 * 40) == 0
+    assert [step(length) for length in [5, 200, 5, 5, 200] * 3] == [0] * 15
+    assert [step(5) for _ in range(stacks.WORTH)] == [0] * (stacks.WORTH - 1) + [1]
+    assert counted()[1] == {
+        "larger steps, which have no graphs, need the memory that graphs would have": 9 + stacks.WORTH - 1,
+        "the device is not waiting for the host": 4,
+    }
+
+
 @pytest.mark.parametrize("kinds", [4, 20])
 def test_a_thousand_steps_leak_nothing(kinds: int) -> None:
     """Fewer kinds of steps than graphs are kept for, and more."""
@@ -386,7 +414,7 @@ def test_a_device_that_is_behind_gets_no_graphs() -> None:
     """However many launches are queued: here so many that the host waits for room in each step."""
     bastile.apply(cuda_graphs="auto")
     model = tiny_model(num_hidden_layers=4).to(DEVICE)
-    batch, work = batch_of(model, 0, mask=False), torch.randn(4096, 4096, device=DEVICE)
+    batch, work = batch_of(model, 0, mask=False), torch.randn(2048, 2048, device=DEVICE)
     for _ in range(8):
         for _ in range(300):
             torch.mm(work, work)

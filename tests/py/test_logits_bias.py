@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 import bastile
+from bastile.models import small
 from bastile.models.logits import follow
 from conftest import gradients
 from test_logits_models import SEQ2SEQ, SMALL
@@ -60,3 +61,26 @@ def test_a_bias_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     del bias
     asked.clear()
     assert len(follow._held) == before
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_bias_that_alone_is_trained(reads: bool) -> None:
+    """As where PEFT trains all biases, and no adapter lies in front of the head."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForMaskedLM.from_config(small.small_config("bert", initializer_range=0.2)).eval()
+    model.requires_grad_(False)
+    bias = model.cls.predictions.decoder.bias.requires_grad_()
+    ids = torch.arange(14).view(2, 7) + 3
+
+    def trained() -> tuple[torch.Tensor, torch.Tensor]:
+        output = model(input_ids=ids, labels=ids)
+        (output.loss + output.logits.square().mean() * reads).backward()
+        gradient, bias.grad = bias.grad.clone(), None
+        return output.loss.detach(), gradient
+
+    want, want_gradient = trained()
+    bastile.apply()
+    got, gradient = trained()
+    assert bastile.report().ran("fused_linear_cross_entropy") == 1
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(gradient, want_gradient)

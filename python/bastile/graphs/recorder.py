@@ -58,6 +58,9 @@ class Recorder(Protocol):
     def most_reserved(self) -> int:
         """The most that it has had."""
 
+    def is_short_of_memory(self) -> bool:
+        """Whether the driver has little left to give."""
+
 
 #: By device, those of recorders that are gone: what cuBLAS has for them, 64 MiB on an H200, it keeps for good.
 _streams: dict[torch.device, list[torch.cuda.Stream]] = {}
@@ -98,7 +101,7 @@ class CudaRecorder:
         except RuntimeError:  # an allocator in the place of PyTorch's need not count
             return 0
 
-    def _is_short_of_memory(self) -> bool:
+    def is_short_of_memory(self) -> bool:
         free, total = torch.cuda.mem_get_info(self.device)
         return free < total // 8
 
@@ -114,7 +117,7 @@ class CudaRecorder:
                 before()
             torch.cuda.synchronize(self.device)
         # What eager steps have left is needed here, not there. A pool that is there has room for what is smaller.
-        if is_new or self._is_short_of_memory():
+        if is_new or self.is_short_of_memory():
             self.tidy()
         try:
             with torch.cuda.stream(self.stream):
@@ -219,6 +222,9 @@ class RepeatingRecorder:
 
     def most_reserved(self) -> int:
         return 0
+
+    def is_short_of_memory(self) -> bool:
+        return False
 
     @contextmanager
     def recording(self, before: Callable[[], None] | None = None) -> Any:

@@ -115,6 +115,7 @@ class Stack:
         self._reserved = Reserved()
         self._most_tokens = 0  # of what is in the pool
         self._in_vain = 0  # captures since a graph was used again
+        self._short = 0, 0  # in which step, of how many tokens, graphs last were in the way of a larger one without
         self.lengths = Lengths()
         self.packs, self.masks, self.decoders = Packs(), Masks(), Decoders()
         self.tables = Tables()
@@ -364,10 +365,24 @@ class Stack:
 
     def has_room(self, key: Any) -> bool:
         """For graphs of this kind."""
-        if not self.is_full():
+        since, _ = self._short
+        if self.is_full():
+            since = max(since, self._used[next(iter(self.captured))])
+        elif not since:
             return True
-        seen, first = self._seen[key], next(iter(self.captured))
-        return len(seen) == WORTH and seen[0] > self._used[first]
+        seen = self._seen.get(key, ())
+        return len(seen) == WORTH and seen[0] > since
+
+    def runs_beside(self, tokens: int) -> None:
+        """A step of so many tokens runs without graphs. Where memory is short, those of smaller ones make room for it, and
+        do not come again as long as such steps do."""
+        assert self.recorder is not None
+        _, least = self._short
+        if self.captured and tokens > self._most_tokens and self.recorder.is_short_of_memory():
+            self.start_over()
+            self._short = self.steps, tokens
+        elif least and tokens >= least:
+            self._short = self.steps, least
 
     def keep(self, key: Any, captured: Captured) -> None:
         self.captured[key] = captured

@@ -37,6 +37,7 @@ _CROWDED = (
     "more kinds of steps than graphs are kept for; where they are lengths of batches, pad_to_multiple_of of the data "
     "collator makes few of many"
 )
+_SHORT = "larger steps, which have no graphs, need the memory that graphs would have"
 #: So many replayed steps of a kind may turn out to be something else, as where layers are left out at random.
 _MOST_BROKEN_OFF = 2
 _WRITTEN = "arguments of the layers that are written to between them"
@@ -275,10 +276,10 @@ class Step:
                 noted = self._foreseen(key)
             if noted is None:
                 self.noting = self.noted = _Noting(key, args[0].device)
-                return None
-            captured = self._captured(key, noted, args[0].device, is_new)
+            else:
+                captured = self._captured(key, noted, args[0].device, is_new)
             if captured is None:
-                return None
+                return stack.runs_beside(_tokens(key))
         passage = stack.begin(key, captured)
         if isinstance(passage, str):
             return stack.tally.step_aside(passage)
@@ -362,7 +363,7 @@ class Step:
                 stack.tally.step_aside("the device is not waiting for the host", is_usual=True)
                 return None
         if not stack.has_room(key):
-            stack.tally.step_aside(_CROWDED)
+            stack.tally.step_aside(_CROWDED if stack.is_full() else _SHORT)
             return None
         assert stack.recorder is not None
         stack.make_way(_tokens(key))

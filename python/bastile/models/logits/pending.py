@@ -74,8 +74,7 @@ class Call:
         # Of shardings, which only want to know when. torch's handles refer to this weakly, and to no plain dictionary.
         self.hooks: OrderedDict[int, Callable[[torch.Tensor], Any]] = OrderedDict()
         read = (hidden, self.weight, self.bias) if adapter is None else (hidden, *adapter.tensors)
-        wanted = read if adapter is not None else (hidden, self.weight)
-        self.with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in wanted)
+        self.with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in read)
         self.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         # A sharded weight is another tensor whenever it is gathered.
         watched = (hidden,) if self.is_gathered else read
