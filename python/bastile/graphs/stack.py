@@ -370,12 +370,12 @@ class Stack:
             since = max(since, self._used[next(iter(self.captured))])
         elif not since:
             return True
-        seen = self._seen.get(key, ())
-        return len(seen) == WORTH and seen[0] > since
+        seen = self._seen.get(key)
+        return seen is not None and len(seen) == WORTH and seen[0] > since
 
     def runs_beside(self, tokens: int) -> None:
-        """A step of so many tokens runs without graphs. Where memory is short, those of smaller ones make room for it, and
-        do not come again as long as such steps do."""
+        """A step of so many tokens runs without graphs. Where memory is short, those of smaller ones make room for it,
+        and do not come again as long as such steps do."""
         assert self.recorder is not None
         _, least = self._short
         if self.captured and tokens > self._most_tokens and self.recorder.is_short_of_memory():

@@ -18,6 +18,7 @@ from torch import distributed, nn
 from bastile.bench import machine
 from bastile.bench.timing import held
 from bastile.cli.processes import begin, out_of_memory
+from bastile.graphs import stack
 from bastile.peers.models import IMPLEMENTATIONS, CannotRun
 from bastile.shapes import MODELS
 from bastile.sweep.measure import clear, forward_backward, measure, optimizer_for, train
@@ -127,6 +128,7 @@ def run(plan: dict[str, Any], ranks: Ranks, send: Send) -> None:
         for length in plan["lengths"]:
             if length != plan["lengths"][0]:
                 torch.compiler.reset()  # compiled code for another length would be made general
+                stack.forget()  # graphs of another length would have their memory beside this one's
             seed = plan["seed"] * 1_000 + ranks.rank
             ids = random_tokens(model.config.vocab_size, plan["batch"], length, device, seed)
             found = ranks.joined(measure(running, ids, optimizer, plan, ranks.together))
