@@ -205,6 +205,19 @@ def test_models_whose_rows_are_whole(
         bastile.reset()
 
 
+@pytest.mark.parametrize(
+    ("tokens", "width", "than_cudnn"),
+    [(4096, 64, True), (4104, 64, False), (8192, 128, True), (8200, 80, False), (8200, 128, False), (16384, 256, True)],
+)
+def test_long_rows(tokens: int, width: int, than_cudnn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose are faster elsewhere: cuDNN's, not flash attention's."""
+    monkeypatch.setattr(varlen, "serves", lambda q, segments, dropout: True)
+    q = torch.empty(1, 8, tokens, width, device="meta")
+    for choice, faster in ((attentions._FLASH, True), (attentions._CUDNN, than_cudnn), (0, False)):
+        monkeypatch.setattr(attentions, "_choice", lambda *_, choice=choice: choice)
+        assert attentions.are_faster_here(q, q, q) == faster
+
+
 def test_on_a_cpu_pytorch_s_attention_stays() -> None:
     q = random_tensor((2, 2, 8, 64), torch.bfloat16, "cpu")
     assert not varlen.serves(q, 2, 0.0)

@@ -207,12 +207,10 @@ class Pieces:
 def are_faster_here(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether causal rows without padding, [B, heads, S, D], are attended to faster by Bastile's kernels than by what
     PyTorch would take."""
-    return (
-        is_much(q)
-        and varlen.serves(q, q.shape[0], 0.0)
-        and not _are_long(q)
-        and _choice(q, k, v, q.shape[-1] ** -0.5) in (_CUDNN, _FLASH)
-    )
+    if not is_much(q) or not varlen.serves(q, q.shape[0], 0.0):
+        return False
+    choice = _choice(q, k, v, q.shape[-1] ** -0.5)
+    return choice == _FLASH or (choice == _CUDNN and not _are_long(q))
 
 
 def is_much(q: Tensor) -> bool:
