@@ -416,7 +416,7 @@ def judged(seed: int, case: Case, device: torch.device, weights: int = 0) -> dic
         del exact
     except Exception as error:  # whatever code of any model raises
         raise Unusable(f"{type(error).__name__}: {error}") from error
-    if not bool(truth.losses.isfinite().all()):
+    if not all(bool(each.losses.isfinite().all()) for each in (truth, stock)):
         raise Unusable("its loss is no number")
     model.load_state_dict(state)
     bastile.report(reset=True)
