@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bastile.graphs import caches
 from bastile.guards import mark_as_ours, stock_of
 from bastile.models import encoders, masks, outer_masks, padding, sdpa
 from bastile.models.forms import code_of
@@ -40,7 +41,6 @@ _POSITIONS = "position_ids"
 _EAGER, _SINKS = "eager_attention_forward", "sinks"  # whose masks are models.sinks'
 #: What else a maker may be told. Anything more says that a mask is of more than sequences.
 _TOLD = frozenset({"config", "inputs_embeds", "input_embeds", MASK, _POSITIONS, "cache_position", "layer_idx"})
-_CACHES = ("cache", "past_key_values")
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
@@ -212,7 +212,7 @@ def _make(original: Callable[..., Any], causal: bool = True) -> Callable[..., An
         own._attn_implementation_internal = sdpa.MASKS
         given = {**kwargs, "config": own}
         if making.packed is None:
-            making.padding, making.sequences = _padding(kwargs), _sequences(kwargs)
+            making.padding, making.sequences = _padding(kwargs), masks.sequences_of(kwargs)
         else:
             making.padding, making.sequences, making.packed.are_made = None, making.packed.sequences, True
             given = {**given, _POSITIONS: None}  # of which Transformers would ask where sequences begin
@@ -236,7 +236,7 @@ def _is_served(given: dict[str, Any], causal: bool) -> bool:
         or not has_values(embedded)
         or embedded.device.type not in ("cpu", "cuda")
         or (cast_type(embedded) or embedded.dtype) not in sdpa.TYPES
-        or any(value is not None for name, value in given.items() if name not in _TOLD and name not in _CACHES)
+        or any(value is not None for name, value in given.items() if name not in _TOLD and name not in caches.NAMES)
     ):
         return False
     if embedded.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -251,12 +251,3 @@ def _padding(given: dict[str, Any]) -> torch.Tensor | None:
     if mask is None:
         return None
     return padding.on_host_with_labels(mask)
-
-
-def _sequences(given: dict[str, Any]) -> torch.Tensor | None:
-    """On the host, which sequence each token is of, where Transformers asks for that and a row has several."""
-    positions = given.get(_POSITIONS)
-    has_cache = any(given.get(name) is not None for name in _CACHES)
-    if positions is None or given.get(MASK) is not None or has_cache or not has_values(positions):
-        return None
-    return masks.numbers_of_sequences(positions)

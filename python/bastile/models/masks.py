@@ -21,6 +21,7 @@ from bastile.graphs import caches
 from bastile.guards import stand_in_for, stock_of
 from bastile.host_copies import fetched, on_host, remember
 from bastile.models.rebind import as_keywords
+from bastile.ops._common import has_values
 
 _GIVEN, _POSITIONS = "attention_mask", "position_ids"
 _UNGIVEN = (_GIVEN, _POSITIONS, *caches.NAMES)  # where positions may be supplied
@@ -136,10 +137,14 @@ def _finds_packed(original: Callable[..., Any]) -> Callable[..., Any]:
     return find
 
 
-def numbers_of_sequences(positions: torch.Tensor) -> torch.Tensor | None:
-    """On the host, which sequence of its row each token is of, by Transformers' own code; None where rows are one."""
+def sequences_of(given: dict[str, Any]) -> torch.Tensor | None:
+    """On the host, which sequence of its row each token is of, where Transformers asks positions for that, by its own
+    code: where no mask and no cache are given. None where each row is one."""
     from transformers.masking_utils import find_packed_sequence_indices
 
+    positions = given.get(_POSITIONS)
+    if positions is None or given.get(_GIVEN) is not None or caches.name_in(given) or not has_values(positions):
+        return None
     return stock_of(find_packed_sequence_indices)(fetched(positions))
 
 

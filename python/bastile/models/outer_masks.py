@@ -147,14 +147,11 @@ def _makes_the_same(model: Any, text: Any, texts: tuple[type, ...]) -> bool:
 def _is_packed_for_it_alone(model: Any, given: dict[str, Any]) -> bool:
     """Whether positions tell it of several sequences in a row, and will not tell its text model: that makes a cache for
     itself before it makes masks, and where there is a cache nobody asks positions."""
-    positions, uses_cache = given.get("position_ids"), given.get("use_cache")
+    uses_cache = given.get("use_cache")
     if uses_cache is None:
         uses_cache = getattr(model.config.get_text_config(), "use_cache", False)
-    if positions is None or not uses_cache or given.get(MASK) is not None or caches.given_in(given) is not None:
-        return False
-    if sdpa.making.packed is not None:  # which says so itself
-        return False
-    return has_values(positions) and masks.numbers_of_sequences(positions) is not None
+    says_so_itself = sdpa.making.packed is not None
+    return bool(uses_cache) and not says_so_itself and masks.sequences_of(given) is not None
 
 
 def _is_of_text(given: dict[str, Any]) -> bool:
