@@ -2,7 +2,7 @@
 Transformers' own Trainer, stock or with bastile.apply(), on one GPU.
 
     python tools/trl_rl.py --trainer dpo --shape qwen3-0.6b --batch 4 --length 1024 [--stock] [--no-checkpointing]
-        [--no-graphs] [--lora] [--float32] [--ragged] [--packing] [--without OPERATOR]
+        [--no-graphs] [--lora] [--no-autocast] [--float32] [--ragged] [--packing] [--without OPERATOR]
     python tools/trl_rl.py --trainer grpo --generate --batch 8 --length 192 --steps 4 --untimed 1 [--stock]
     python tools/trl_rl.py --whole --trainer sft --lora --ragged --steps 100 [--stock]
 
@@ -185,7 +185,7 @@ def trainer_of(options: argparse.Namespace, folder: str) -> Any:
         "output_dir": folder,
         "per_device_train_batch_size": options.batch,
         "max_steps": steps_of(options),
-        "bf16": True,
+        "bf16": not options.no_autocast,
         "gradient_checkpointing": not options.no_checkpointing,
         "logging_steps": 10 if options.whole else 1,
         "report_to": "none",
@@ -257,6 +257,7 @@ def told(options: argparse.Namespace) -> dict[str, Any]:
         "length": options.length,
         "checkpointing": not options.no_checkpointing,
         "lora": options.lora,
+        "autocast": not options.no_autocast,
         "float32": options.float32,
         "ragged": options.ragged,
         "packing": options.packing,
@@ -301,6 +302,7 @@ def options_parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=12, help="with those that are not timed")
     parser.add_argument("--untimed", type=int, default=UNTIMED, help=f"the first steps; {UNTIMED}")
+    parser.add_argument("--no-autocast", action="store_true", help="bf16=False: in the types that are loaded")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers; not of Trainer")
     parser.add_argument("--float32", action="store_true", help="weights in float32, under autocast")
     parser.add_argument("--ragged", action="store_true", help="rows of all lengths; not of Trainer")

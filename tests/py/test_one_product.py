@@ -15,10 +15,9 @@ from bastile.ops.lora import Adapted, adapted_linears
 from bastile.ops.projections import projections
 from memory import Memory
 from oracle import assert_no_worse_pooled, random_tensor
-from test_lora import POOLED, Layer, group_case, make, mlp_case, trained
+from test_lora import ROUNDED, Layer, group_case, make, mlp_case, trained
 
 DX, LINEAR = "bastile.low_rank_dx.default", "bastile.low_rank_linear.default"
-HALVES = [each for each in POOLED if each[1][0] is not torch.float32]
 BF16 = torch.bfloat16
 
 
@@ -45,14 +44,14 @@ def differentiated(case: Any) -> Callable[[], Any]:
     return run
 
 
-@pytest.mark.parametrize(("device", "mix"), HALVES, ids=str)
+@pytest.mark.parametrize(("device", "mix"), ROUNDED, ids=str)
 def test_layers_with_adapters(mix, device):
     layers = [Layer(128, 96, 16, bias=False), Layer(128, 64, 8, bias=True), Layer(128, 64, 0, bias=False)]
     assert counts(differentiated(group_case(layers, (8, 128), mix, device))) == (2, 1)
     assert_no_worse_pooled(lambda: group_case(layers, (256, 128), mix, device))
 
 
-@pytest.mark.parametrize(("device", "mix"), HALVES, ids=str)
+@pytest.mark.parametrize(("device", "mix"), ROUNDED, ids=str)
 @pytest.mark.parametrize("ranks", [(16, 16, 16), (8, 16, 0)], ids=str)
 def test_the_mlp_with_adapters(ranks, mix, device):
     """One of gate and up, and one of down, where down has an adapter."""

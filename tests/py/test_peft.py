@@ -190,7 +190,8 @@ def test_200_steps_follow_stock_s_losses():
 
 
 # The base's type, the adapters', and autocast's: PEFT's default, adapters of 32 bits under autocast; a whole model of
-# 32 bits under autocast; adapters of the base's type without.
+# 32 bits under autocast; adapters of the base's type without; and those of 32 bits without, a plain loop's of a model
+# that was loaded in bfloat16.
 MIXES = [
     (base_type, adapters_type, half if autocast else None)
     for half in (torch.bfloat16, torch.float16)
@@ -199,7 +200,7 @@ MIXES = [
         (torch.float32, torch.float32, True),
         (half, half, False),
     )
-]
+] + [(torch.bfloat16, torch.float32, None)]
 
 
 @pytest.mark.parametrize(("base_type", "adapters_type", "autocast"), MIXES)

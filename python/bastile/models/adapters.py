@@ -26,6 +26,7 @@ from bastile.models.sites import ModelFile, Site
 from bastile.ops._common import PLAIN, has_values
 from bastile.ops._modules import has_hooks, plain_linear
 from bastile.ops._narrow import is_narrowed
+from bastile.ops._wide_adapters import are_wide
 from bastile.ops.dequantize_4bit import Group, Nested, Quantised, dequantize_4bit
 from bastile.ops.glu import glu_mlp
 from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears, adapted_mlp
@@ -276,7 +277,7 @@ def _matrices(module: Any, x: torch.Tensor) -> tuple[str, torch.Tensor, torch.Te
         raise NotServed("an adapter's matrices have biases, hooks or a forward of their own")
     of_a: Any = a._parameters["weight"]
     of_b: Any = b._parameters["weight"]
-    if of_a.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
+    if of_a.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type) and not are_wide(x, of_a):
         raise NotServed(f"without autocast adapters of {of_a.dtype} compute in their own type")
     return name, of_a, of_b
 

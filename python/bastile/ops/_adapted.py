@@ -14,6 +14,8 @@ from bastile.ops._common import PLAIN, is_batched, on_gpu
 from bastile.ops._rounding import rounded
 from bastile.ops.dropout import drop, drop_and_add, drop_in_place, drop_into
 
+#: Rows up to which launches are what a call takes, and not its numbers: of a text that is generated token by token.
+_FEW_ROWS = 64
 TENSORS = 4  # of a layer, in the order of Adapted
 WEIGHT, BIAS, A, B = range(TENSORS)
 
@@ -25,6 +27,7 @@ class Layer(NamedTuple):
     dropout: float
     dequantise: Callable[[torch.dtype], torch.Tensor] | None
     outputs: int | None
+    is_wide: bool = False  # its adapter is of a wider type than the input, and is computed in that
 
 
 class Found:
@@ -52,6 +55,8 @@ class Group:
     backward pass is given what was rounded. The thin results of all adapters, and the gradients of these, lie side by
     side: [rows, rank]. seeds: of each layer's dropout, None where it has none."""
 
+    is_wide = False
+
     def __init__(
         self,
         layers: Sequence[Layer],
@@ -74,7 +79,14 @@ class Group:
             self.columns.append(slice(begin, at))
         self.rank = at
         self._held: Sequence[Any] | None = None
-        self.rounded = self._rounded() if rounded is None else rounded
+        self._read = rounded
+
+    @property
+    def rounded(self) -> Sequence[torch.Tensor]:
+        """Adapters as products read them; made when they are asked for."""
+        if self._read is None:
+            self._read = self._rounded()
+        return self._read
 
     def _rounded(self) -> list[torch.Tensor]:
         """All A's, [rank, K], and each B, of the input's type."""
@@ -111,6 +123,10 @@ class Group:
         made = dict(zip(places, found, strict=True))
         return [made[i] for i in which]
 
+    def new_thin(self, rows: torch.Tensor) -> torch.Tensor:
+        """Memory for the thin results of these rows, or for their gradients."""
+        return rows.new_empty(rows.shape[0], self.rank)
+
     def dropped(self, i: int, rows: torch.Tensor) -> torch.Tensor:
         """The input as adapter i sees it."""
         seed = self.seeds[i]
@@ -125,7 +141,7 @@ class Group:
             return _mm(rows, all_a.t(), into)
         if is_compiling():  # it takes no part of a tensor for a result
             return torch.cat([self.dropped(i, rows).mm(all_a[self.columns[i]].t()) for i in self.adapted], 1)
-        thin = rows.new_empty(rows.shape[0], self.rank)
+        thin = self.new_thin(rows)
         for i in self.adapted:
             mine = self.columns[i]
             torch.mm(self.dropped(i, rows), all_a[mine].t(), out=thin[:, mine])
@@ -136,6 +152,34 @@ class Group:
         results = self.places(x)
         self.fill(rows, thin, *results)
         return results
+
+    def results_alone(self, x: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Each [..., N], where no gradient is made of them: of few rows what the adapters add is made of A and B as they
+        are, by two launches for all layers."""
+        if not self._are_few(rows):
+            return self.results(x, rows, self.thin(rows))
+        results = self.places(x)
+        weights = self.weights_of(range(len(self.layers)))
+        for i, (y, weight) in enumerate(zip(results, weights, strict=True)):
+            Group._fill(self, y.view(-1, y.shape[-1]), i, rows, None, None, weight)
+        given = [(results[i].view(-1, results[i].shape[-1]), self.a[i], self.b[i]) for i in self.adapted]
+        scales = [self.layers[i].scale for i in self.adapted]
+        low_rank.add_to(rows, given, scales)
+        return results
+
+    def _are_few(self, rows: torch.Tensor) -> bool:
+        adapters: Any = [t for i in self.adapted for t in (self.a[i], self.b[i])]
+        return (
+            on_gpu(rows)
+            and 0 < rows.shape[0] <= _FEW_ROWS
+            and 0 < len(self.adapted) <= low_rank.MOST_ADDED
+            and not self.drops
+            and not is_compiling()
+            and not is_batched(rows)
+            and low_rank.in_rows(rows)
+            and adapters[0].dtype in (torch.float32, rows.dtype)
+            and all([t.dtype is adapters[0].dtype and t.is_contiguous() for t in adapters])
+        )
 
     def places(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Memory for the results. Of their shape from the start: autograd lets nobody change a view in place that a
@@ -175,7 +219,7 @@ class Group:
                 torch.addmm(bias, rows, across, out=y)
             return
         mine, scale = self._mine(thin, i), self.layers[i].scale
-        if _is_one_product(rows, weight, b):
+        if is_one_product(rows, weight, b):
             low_rank.linear_into(rows, weight, mine, b, bias, y, scale)
             return
         if bias is None:
@@ -200,7 +244,7 @@ class Group:
         known = [dy for i, dy in enumerate(gradients) if dy is not None and self.a[i] is not None]
         if not known:
             return None
-        g = known[0].new_empty(known[0].shape[0], self.rank) if into is None else into
+        g = self.new_thin(known[0]) if into is None else into
         for i, b in zip(self.adapted, self.rounded[1:], strict=True):
             dy, mine, scale = gradients[i], self._mine(g, i), self.layers[i].scale
             if dy is None:
@@ -236,7 +280,7 @@ class Group:
             weights = list(weights)
         if type(weights) is list and not self.drops:
             of_layers: Any = [gradients[i] for i in which]
-            dx = low_rank.input_gradient(of_layers, weights, g, None if g is None else self.rounded[0], into)
+            dx = low_rank.input_gradient(of_layers, weights, *self._within_dx(g), into)
             if dx is not None:
                 return dx
         dx = None if g is None else self._adapters_input_gradient(gradients, g, into)
@@ -244,6 +288,10 @@ class Group:
             dy: Any = gradients[i]
             dx = _mm(dy, weight, into) if dx is None else dx.addmm_(dy, weight)
         return dx
+
+    def _within_dx(self, g: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What an operator sums up beside the large products: g, and all A's."""
+        return g, None if g is None else self.rounded[0]
 
     def _adapters_input_gradient(
         self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor, into: torch.Tensor | None
@@ -321,12 +369,12 @@ def is_one_pass(dy: torch.Tensor, b: torch.Tensor) -> bool:
 _RANKS = (8, 16, 24, 32)
 
 
-def _is_one_product(rows: torch.Tensor, weight: torch.Tensor, b: torch.Tensor) -> bool:
+def is_one_product(rows: torch.Tensor, weight: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether an operator of ours adds the adapter's part within the large product, on the chips and in the sizes that
     it knows of; elsewhere it makes two products, too."""
     return (
         low_rank.may_be_one_product(rows)
-        and b.shape[1] <= _MOST_RANK
+        and b.shape[1] <= MOST_RANK
         and not (b.shape[1] % 8 or weight.shape[0] % 8 or weight.shape[1] % 8)
         and low_rank.in_rows(rows)
         and low_rank.in_rows(weight)
@@ -334,7 +382,7 @@ def _is_one_product(rows: torch.Tensor, weight: torch.Tensor, b: torch.Tensor) -
     )
 
 
-_MOST_RANK = 64
+MOST_RANK = 64
 
 
 def product(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

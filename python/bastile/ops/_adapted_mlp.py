@@ -24,6 +24,7 @@ from bastile.ops._common import (
     without_autocast,
 )
 from bastile.ops._late import Place, in_backward, in_checkpoint, taken
+from bastile.ops._wide_adapters import group_of
 from bastile.ops.gated_mlp import unit_gradients
 
 #: Rows are worked off in so many parts; in one more where weights are kept in another form: the first layers' are
@@ -132,8 +133,8 @@ def groups(
         count = adapted + 1 if adapted else 0
         of_first, of_second = rounded[:count], rounded[count:]
     return (
-        Group(layers[:-1], first, dtype, of_each[:-1], of_first),
-        Group(layers[-1:], second, dtype, of_each[-1:], of_second),
+        group_of(layers[:-1], first, dtype, of_each[:-1], of_first),
+        group_of(layers[-1:], second, dtype, of_each[-1:], of_second),
     )
 
 
@@ -209,8 +210,8 @@ class _Backward:
         if self.parts is None:
             self.g_first, self.thin_y, self.dx = self._take(None)
         else:
-            self.g_first = rows.new_empty(len(rows), first.rank)
-            self.thin_y = rows.new_empty(len(rows), second.rank)
+            self.g_first = first.new_thin(rows)
+            self.thin_y = second.new_thin(rows)
             self.dx = rows.new_empty(rows.shape) if self.want_x else None
             for part in self.parts:
                 self._take(part)
@@ -249,7 +250,7 @@ class _Backward:
         else:
             da, db, y = gate, up, dy
             into = place(self.g_first)
-            g = dy.new_empty(dy.shape[0], first.rank) if into is None else into
+            g = first.new_thin(dy) if into is None else into
             mine = self._in_one_pass(together, dy, gate, up, thin, of(self.g_second), g)
         del dy, kept, gate, up
         if mine is None:
@@ -269,7 +270,7 @@ class _Backward:
     def _together(self, dy: torch.Tensor, makes_thin: bool) -> _Together | None:
         """None: there is no such pass for these layers, or these results are not all wanted."""
         first, second = self.first, self.second
-        if self.thin is None or first.adapted != [0, 1] or not all(self.wants[:2]):
+        if self.thin is None or first.is_wide or first.adapted != [0, 1] or not all(self.wants[:2]):
             return None
         of_gate, of_up = first.rounded[1:]
         trains = self.of_first.wants(0, B) and self.of_first.wants(1, B)

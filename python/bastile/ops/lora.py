@@ -14,12 +14,13 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn.functional import dropout, linear
 
-from bastile.ops._adapted import TENSORS, Found, Group, Layer, of_layers, reads_input
+from bastile.ops._adapted import TENSORS, Found, Layer, of_layers, reads_input
 from bastile.ops._adapted_mlp import AdaptedMLP, groups, of_unit
 from bastile.ops._common import Function, cast_as_linear, first_order_only, served, without_autocast
 from bastile.ops._glu import Activation, Unit, unit_of
 from bastile.ops._late import finished, late
 from bastile.ops._random import seeds
+from bastile.ops._wide_adapters import are_wide, group_of
 from bastile.ops._widened import missing, widened
 from bastile.recompute import again
 
@@ -67,7 +68,7 @@ class _Linears(Function):
     @staticmethod
     def forward(ctx, x, layers, rest, again, seeds, *tensors):
         ctx.set_materialize_grads(False)
-        group, rows = Group(layers, tensors, x.dtype, of_layers(layers, seeds)), x.reshape(-1, x.shape[-1])
+        group, rows = group_of(layers, tensors, x.dtype, of_layers(layers, seeds)), x.reshape(-1, x.shape[-1])
         thin = group.thin(rows)
         keeps_x = reads_input(ctx.needs_input_grad[_BEFORE:])
         # For first_order_only, where x is not kept: an output without elements.
@@ -94,7 +95,7 @@ class _Linears(Function):
         gradients = gradients[: len(ctx.layers)]
         want_x, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[_BEFORE:]
         with without_autocast(next(t.device.type for t in gradients if t is not None)):
-            group = Group(ctx.layers, tensors, ctx.dtype, of_layers(ctx.layers, seeds), rounded)
+            group = group_of(ctx.layers, tensors, ctx.dtype, of_layers(ctx.layers, seeds), rounded)
             x = kept[0] if ctx.again is None else ctx.again.made(kept)
             rows = None if x is None else x.reshape(-1, x.shape[-1])
             of_rows = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in gradients]
@@ -132,7 +133,8 @@ def _prepared(
     tensors: list[torch.Tensor | None] = []
     for i, layer in enumerate(layers):
         tensors += cast[2 * i], cast[2 * i + 1], layer.a, layer.b
-    plain_layers = [Layer(each.scale, 0.0 if each.a is None else each.dropout, *each[-2:]) for each in layers]
+    wide = not torch.is_autocast_enabled(x.device.type) and are_wide(x, *[layer.a for layer in layers])
+    plain_layers = [Layer(each.scale, 0.0 if each.a is None else each.dropout, *each[-2:], wide) for each in layers]
     return x, tuple(plain_layers), tensors
 
 
@@ -195,8 +197,8 @@ def adapted_linears(x: torch.Tensor, layers: Sequence[Adapted]) -> tuple[torch.T
         if rest is not None:
             rest.do(*results)
         return results
-    group, rows = Group(plain, tensors, x.dtype, of_layers(plain, drawn)), x.reshape(-1, x.shape[-1])
-    return tuple(group.results(x, rows, group.thin(rows)))
+    group, rows = group_of(plain, tensors, x.dtype, of_layers(plain, drawn)), x.reshape(-1, x.shape[-1])
+    return tuple(group.results_alone(x, rows))
 
 
 def adapted_gated_mlp(
@@ -260,10 +262,8 @@ def _mlp(unit: Unit, x: torch.Tensor, first: dict[str, Adapted], down: Adapted, 
         rest = late(remake)
         return finished(rest, AdaptedMLP.apply(x, plain, unit, rest, drawn, *tensors))
     before, behind = groups(plain, tensors, x.dtype, drawn)
-    rows = x.reshape(-1, x.shape[-1])
-    y = unit.forward(*of_unit(before.results(x, rows, before.thin(rows))))
-    rows = y.view(-1, y.shape[-1])
-    return behind.results(y, rows, behind.thin(rows))[0]
+    y = unit.forward(*of_unit(before.results_alone(x, x.reshape(-1, x.shape[-1]))))
+    return behind.results_alone(y, y.view(-1, y.shape[-1]))[0]
 
 
 def _original(x: torch.Tensor, layer: Adapted) -> torch.Tensor:

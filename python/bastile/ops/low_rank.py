@@ -86,6 +86,21 @@ def input_gradient(
 _MOST_PRODUCTS = 4
 
 
+def fills(y: torch.Tensor) -> bool:
+    """Whether linear_into makes y [T, N] by one product, where it serves it at all: tiles leave few multiprocessors idle
+    in their last round. As src/ops/low_rank/low_rank_linear.c has it."""
+    chip = torch.cuda.get_device_properties(y.device)
+    if (chip.major, chip.minor) != _HOPPER:
+        return False
+    clusters = chip.multi_processor_count // 2
+    tiles = -(-y.shape[0] // _TILE) * -(-y.shape[1] // _TILE)
+    return 10 * tiles >= 9 * clusters * -(-tiles // clusters)
+
+
+_HOPPER = (9, 0)
+_TILE = 256  # rows of a cluster's two tiles, and columns
+
+
 def in_rows(matrix: torch.Tensor) -> bool:
     """Rows of neighbouring elements, one behind another: an expanded matrix has one row for all."""
     return matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]

@@ -1,0 +1,129 @@
+"""Adapters of float32 beside a model of bfloat16 that is trained without autocast: on every device at hand, and on a CPU
+by the pieces of a GPU's products too. See test_lora.py, whose cases have such a mix of types among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bastile.ops import _wide_adapters, low_rank
+from bastile.ops._wide_adapters import _pieces
+from bastile.ops.lora import Adapted, adapted_linears
+from oracle import Case, assert_no_worse, assert_no_worse_pooled, devices, random_tensor
+from test_lora import GROUPS, MLPS, WIDE, Layer, group_case, mlp_case, peft
+
+
+@pytest.fixture(autouse=True)
+def by_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As on a GPU, whose products of bfloat16 have results in float32. Counts them."""
+    count: list[int] = []
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        assert a.dtype is b.dtype is torch.bfloat16
+        count.append(1)
+        return a.float() @ b.float() if a.is_cpu else torch.mm(a, b, out_dtype=torch.float32)
+
+    monkeypatch.setattr(_wide_adapters, "has_product", lambda matrix: True)
+    monkeypatch.setattr(_wide_adapters, "product_of_pieces", product)
+    return count
+
+
+@pytest.fixture(params=["two products", "one product"])
+def within(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether the adapter's part is summed up within the large product, as on Hopper."""
+    if request.param == "one product":
+
+        def linear_into(x: Any, weight: Any, thin: Any, b: Any, bias: Any, y: Any, scale: float) -> None:
+            assert thin.dtype is b.dtype is torch.bfloat16
+            total = x.float() @ weight.float().t() + scale * (thin.float() @ b.float().t())
+            y.copy_(total if bias is None else total + bias.float())
+
+        monkeypatch.setattr(_wide_adapters, "is_one_product", lambda *_: True)
+        monkeypatch.setattr(low_rank, "fills", lambda y: True)
+        monkeypatch.setattr(low_rank, "linear_into", linear_into)
+    return request.param
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(("shape", "layers"), GROUPS, ids=str)
+def test_groups(shape: Any, layers: Any, device: str, within: str) -> None:
+    assert_no_worse(group_case([Layer(shape[-1], *layer) for layer in layers], shape, WIDE, device))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(("shape", "widths", "ranks"), MLPS, ids=str)
+def test_mlps(shape: Any, widths: Any, ranks: Any, device: str) -> None:
+    assert_no_worse(mlp_case(widths, ranks, shape, WIDE, device))
+
+
+#: Times the error of float32's own product, which is some 1e-7, that A's and B's gradients may have: tensor cores cut
+#: off where they sum.
+TIMES = {"cpu": 1.0, "cuda": 2.0}
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("ranks", [(16, 8, 32), (64, 16, 24)], ids=str)
+def test_pooled_errors(device: str, ranks: tuple[int, ...], within: str, by_pieces: list[int]) -> None:
+    """The rule itself. A's and B's gradients are off by float32's rounding alone, as PEFT's are."""
+    layers = [Layer(128, 96, ranks[0], bias=False), Layer(128, 64, ranks[1], bias=True), Layer(128, 64, 0, bias=False)]
+
+    def group() -> Case:
+        return group_case(layers, (256, 128), WIDE, device)
+
+    trained = ("d0 a", "d0 b", "d1 a", "d1 b")
+    others = tuple({"dx", "output 0", "output 1", "output 2", *[f"d{name}" for name in group().inputs]} - {*trained})
+    assert_no_worse_pooled(group, others)
+    assert_no_worse_pooled(group, trained, times=TIMES[device])
+    assert_no_worse_pooled(lambda: mlp_case((128, 192), ranks, (256, 128), WIDE, device))
+    assert by_pieces
+
+
+@pytest.mark.parametrize("device", devices())
+def test_pieces(device: str) -> None:
+    """Three of bfloat16 are a number of float32, however the matrix lies in memory."""
+    matrix = random_tensor((40, 24), torch.float32, device)
+    for each in (matrix, matrix.t(), matrix[:, 3:9], matrix * 1e-20, -matrix, torch.zeros_like(matrix)):
+        for dim in (0, 1):
+            found = _pieces(each, dim)
+            assert found.dtype is torch.bfloat16
+            assert torch.equal(found.unflatten(dim, (3, -1)).double().sum(dim), each.double())
+
+
+@pytest.mark.parametrize("device", devices())
+def test_dropout_is_exact_too(device: str) -> None:
+    """What stays is divided by 1 - p in float32: with the mask that was drawn, results and gradients are PEFT's."""
+    x = random_tensor((64, 48), torch.bfloat16, device).requires_grad_()
+    given = Layer(48, 32, 8, bias=False).inputs("", torch.bfloat16, torch.float32, device)
+    tensors = [t.requires_grad_() for t in given.values()]
+    layer = Adapted(tensors[0], None, tensors[1], tensors[2], 2.0, 0.3)
+    masks: list[torch.Tensor] = []
+
+    def watched(rows: Any, seed: Any, p: float) -> Any:
+        masks.append(drop(rows, seed, p) != 0)
+        return drop(rows, seed, p)
+
+    drop = _wide_adapters.drop
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_wide_adapters, "drop", watched)
+        (y,) = adapted_linears(x, [layer])
+        dy = random_tensor((64, 32), torch.bfloat16, device)
+        found = torch.autograd.grad(y, tensors[1:], dy)
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
+    mask = masks[0]
+
+    def masked(rows: torch.Tensor, p: float) -> torch.Tensor:
+        return rows * mask / (1 - p)
+
+    right = torch.autograd.grad(
+        peft(
+            x.double(),
+            Adapted(*[t.double() for t in layer[:1]], None, *[t.double() for t in layer[2:4]], 2.0, 0.3),
+            masked,
+        ),
+        tensors[1:],
+        dy.double(),
+    )
+    for mine, exact in zip(found, right, strict=True):
+        torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-5)
