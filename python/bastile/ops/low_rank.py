@@ -58,6 +58,11 @@ def low_rank_backward(
     return scale * (dy @ b), scale * (dy.t() @ thin)
 
 
+def _need_shape(name: str, t: torch.Tensor, shape: tuple[int, ...], of: str) -> None:
+    if t.shape != shape:
+        raise ValueError(f"low_rank_add: {name} has shape {list(t.shape)}; {list(shape)}, as {of} have it, is needed")
+
+
 def low_rank_add(
     x: torch.Tensor,
     results: Sequence[torch.Tensor],
@@ -101,8 +106,8 @@ def low_rank_add(
             torch.autograd.graph.increment_version([y for y in results if not y.is_inference()])
         return
     for i, ((y, a, b), scale) in enumerate(zip(layers, scales, strict=True)):
-        if y.shape != (*x.shape[:-1], b.shape[0]):
-            raise ValueError(f"low_rank_add: y_{i} has shape {list(y.shape)}; [rows of x, rows of b_{i}] is needed")
+        _need_shape(f"y_{i}", y, (*x.shape[:-1], b.shape[0]), f"rows of x and of b_{i}")
+        _need_shape(f"a_{i}", a, (b.shape[-1], x.shape[-1]), f"columns of b_{i} and x")
         wide = torch.promote_types(torch.promote_types(x.dtype, a.dtype), torch.float32)
         y.copy_(y.to(wide) + scale * (x.to(wide) @ a.to(wide).t() @ b.to(wide).t()))
 

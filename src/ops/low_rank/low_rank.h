@@ -2,8 +2,11 @@
 #ifndef BST_LOW_RANK_H
 #define BST_LOW_RANK_H
 
+#include <assert.h>
+
 #include "core/cpu_kernel.h"
 #include "core/describe.h"
+#include "ops/low_rank/low_rank_args.h"
 
 /* Whether rows of a multiple of 8 elements begin at multiples of 16 bytes, as the kernels need them. */
 bool bst__low_rank_aligned(const bst_view *v);
@@ -25,8 +28,8 @@ typedef struct low_rank_cpu {
 BST_CPU_DECLARE(bst__low_rank_cpu);            /* over rows of dy */
 BST_CPU_DECLARE(bst__low_rank_transposed_cpu); /* over columns of dy */
 
-/* Layers that low_rank_add has at most; on CPU rows of x, and columns of y, at a time. */
-enum { LOW_RANK_LAYERS = 3, LOW_RANK_CPU_ROWS = 8, LOW_RANK_CPU_COLUMNS = 64 };
+/* Rows of x, and columns of y, that a thread has at a time. */
+enum { LOW_RANK_CPU_ROWS = 8, LOW_RANK_CPU_COLUMNS = 64 };
 
 /* A layer that an adapter adds to. */
 typedef struct low_rank_layer {

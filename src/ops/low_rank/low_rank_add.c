@@ -94,6 +94,107 @@ static bst_status run_cpu(const bst_exec *exec, low_rank_sums *s) {
     return BST_CPU_RUN(exec, column_tiles, work, bst__low_rank_expand_cpu, s);
 }
 
+/* ---- on CUDA ----------------------------------------------------------------------------------------------------- */
+
+static const bst_kernel thin_kernel = {"low_rank_add.cu", "low_rank_add_thin", {"TYPE", "FACTOR", "ROWS", "VEC", NULL}};
+static const bst_kernel expand_kernel = {
+    "low_rank_add.cu", "low_rank_add_expand", {"TYPE", "FACTOR", "ROWS", "VEC", "LANES", "PIECES", NULL}};
+
+/* Threads that share a column, and vectors that each of them has in flight: 16 to 64 bytes of it. */
+enum { MOST_LANES = 8, MOST_PIECES = 4 };
+
+/* The least power of two that is no less, or the most. */
+static int64_t power_from(int64_t least, int64_t most) {
+    int64_t power = 1;
+    while (power < least && power < most) power *= 2;
+    return power;
+}
+
+/* What every row of x, and of each a, can be read by: 16 bytes of x, or its elements one by one. */
+static int64_t thin_vector(const bst_view *v) {
+    const int full = 16 / bst__dtype_size(v[X].dtype), of_a = 16 / bst__dtype_size(v[A_0].dtype);
+    bool aligned = bst__row_vector(&v[X], &v[X].rows) == full && v[X].size[1] % full == 0;
+    for (int i = 0; i < LOW_RANK_LAYERS; i++)
+        if (v[A(i)].count) aligned = aligned && bst__row_vector(&v[A(i)], &v[A(i)].rows) == of_a;
+    return aligned ? full : 1;
+}
+
+/* The same of each b. */
+static int64_t expand_vector(const bst_view *v) {
+    const int full = 16 / bst__dtype_size(v[A_0].dtype);
+    bool aligned = true;
+    for (int i = 0; i < LOW_RANK_LAYERS; i++)
+        if (v[B(i)].count) aligned = aligned && bst__row_vector(&v[B(i)], &v[B(i)].rows) == full;
+    return aligned ? full : 1;
+}
+
+static bst_status launch_thin(const bst_exec *exec, const char *op, const bst_view *v, const low_rank_sums *s,
+                              int64_t tile) {
+    low_rank_thin_args a = {.x = s->x,
+                            .thin = s->thin,
+                            .x_stride = s->x_stride,
+                            .rows = s->rows,
+                            .width = s->width,
+                            .ranks = (int32_t)s->ranks};
+    for (int i = 0; i < LOW_RANK_LAYERS; i++) a.a[i] = s->layer[i].a, a.first[i] = (int32_t)s->layer[i].first;
+    bst_launch l = {.kernel = &thin_kernel,
+                    .values = {s->dtype, s->factor_type, tile, thin_vector(v)},
+                    .grid_x = (unsigned)(bst__divided_up(s->rows, tile) * s->ranks),
+                    .block = LOW_RANK_THREADS,
+                    .overlap = true};
+    return bst__cuda_launch(exec, op, v[X].device.device_id, &l, &a, sizeof a);
+}
+
+/* How a block of the second kernel shares its threads out. */
+typedef struct plan {
+    int64_t vector, lanes, pieces, blocks; /* blocks: of a tile of rows */
+} plan;
+
+static int64_t blocks_of(const low_rank_layer *layer, const plan *p) {
+    return bst__divided_up(layer->columns, LOW_RANK_THREADS / p->lanes);
+}
+
+static plan plan_expand(const bst_view *v, const low_rank_sums *s) {
+    plan p = {.vector = expand_vector(v)};
+    int64_t most = 0;
+    for (int i = 0; i < LOW_RANK_LAYERS; i++) most = s->layer[i].rank > most ? s->layer[i].rank : most;
+    int64_t vectors = bst__divided_up(most, p.vector);
+    p.lanes = power_from(vectors, MOST_LANES);
+    p.pieces = power_from(bst__divided_up(vectors, p.lanes), MOST_PIECES);
+    for (int i = 0; i < LOW_RANK_LAYERS; i++) p.blocks += blocks_of(&s->layer[i], &p);
+    return p;
+}
+
+static bst_status launch_expand(const bst_exec *exec, const char *op, int device, const low_rank_sums *s, const plan *p,
+                                int64_t tile) {
+    low_rank_expand_args a = {.thin = s->thin, .rows = s->rows, .ranks = (int32_t)s->ranks};
+    for (int i = 0; i < LOW_RANK_LAYERS; i++) {
+        const low_rank_layer *layer = &s->layer[i];
+        a.b[i] = layer->b, a.y[i] = layer->y, a.out[i] = layer->out;
+        a.y_stride[i] = layer->y_stride, a.out_stride[i] = layer->out_stride;
+        a.columns[i] = layer->columns;
+        a.first[i] = (int32_t)layer->first, a.rank[i] = (int32_t)layer->rank;
+        a.scale[i] = layer->scale;
+        a.first_block[i] = a.blocks;
+        a.blocks += (int32_t)blocks_of(layer, p);
+    }
+    bst_launch l = {.kernel = &expand_kernel,
+                    .values = {s->dtype, s->factor_type, tile, p->vector, p->lanes, p->pieces},
+                    .grid_x = (unsigned)(bst__divided_up(s->rows, tile) * p->blocks),
+                    .block = LOW_RANK_THREADS,
+                    .overlap = true};
+    return bst__cuda_launch(exec, op, device, &l, &a, sizeof a);
+}
+
+static bst_status run_cuda(const bst_exec *exec, const char *op, const bst_view *v, const low_rank_sums *s) {
+    const plan p = plan_expand(v, s);
+    const int64_t tile = power_from(s->rows, LOW_RANK_ADD_ROWS), most = s->ranks > p.blocks ? s->ranks : p.blocks;
+    if (!p.blocks) return BST_OK;
+    BST_TRY(bst__cuda_need_rows(op, bst__divided_up(s->rows, tile), most));
+    if (s->ranks) BST_TRY(launch_thin(exec, op, v, s, tile));
+    return launch_expand(exec, op, v[X].device.device_id, s, &p, tile);
+}
+
 /* ---- the function ------------------------------------------------------------------------------------------------ */
 
 static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, const bst_attribute *attributes) {
@@ -101,10 +202,10 @@ static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, c
     DLDevice device = v[X].device;
     void *thin = NULL;
     if (!s.rows) return BST_OK;
-    if (device.device_type == kDLCUDA) return bst__error(BST_UNSUPPORTED, "%s: x is on CUDA; CPU is needed", op);
     BST_TRY(bst__allocate(exec, op, device, (size_t)(s.rows * s.ranks) * sizeof(float), &thin));
     s.thin = thin;
-    bst_status status = run_cpu(exec, &s);
+    bool on_cuda = device.device_type == kDLCUDA;
+    bst_status status = on_cuda ? run_cuda(exec, op, v, &s) : run_cpu(exec, &s);
     bst__release(exec, device, thin);
     return status;
 }
