@@ -505,6 +505,22 @@ typedef struct bst_low_rank_dx_tensors {
 } bst_low_rank_dx_tensors;
 
 BST_API bst_status bst_low_rank_dx(const bst_exec *exec, const bst_low_rank_dx_tensors *tensors);
+
+/* What the adapters of up to three linear layers of one input add to their results, in place: y_i [T, N_i] becomes
+ * y_i + scale_i (x a_i^T) b_i^T, with x [T, K], a_i [R_i, K] and b_i [N_i, R_i]. x and all y are of one type, in rows
+ * with gaps or without; all a and b are of x's type or float32, and contiguous. Sums are in float32, x a_i^T is kept
+ * in it, and y_i is rounded once: of adapters in float32 beside a model in 16 bits the result of PEFT, which turns x
+ * into float32. For few rows. Hu et al., "LoRA", 2021. */
+typedef struct bst_low_rank_add_tensors {
+    size_t size; /* sizeof(bst_low_rank_add_tensors) */
+    const DLTensor *x;
+    DLTensor *y[3]; /* from the second on NULL: no such layer */
+    const DLTensor *a[3], *b[3];
+    double scale[3]; /* 0 is that number: nothing is added */
+} bst_low_rank_add_tensors;
+
+BST_API bst_status bst_low_rank_add(const bst_exec *exec, const bst_low_rank_add_tensors *tensors);
+
 /* What the gradient dy [T, N] of y = scale thin b^T (thin [T, R], b [N, R]: an adapter's second product) leaves, read
  * once on CUDA in 16 bits for R of 8, 16, 24, 32 and N of a multiple of 8, each in rows that begin at multiples of 16
  * bytes: g [T, R] = scale dy b, its rows with gaps or without, and db [N, R] = scale dy^T thin, float32. The others are

@@ -37,7 +37,8 @@ static int binding_count;
 /* ---- a call ------------------------------------------------------------------------------------------------------ */
 
 static DLTensor *take(bst_call *call, const binding *b, int place, bst_torch_value value, bool optional) {
-    if (b->written & 1u << place) return bst__call_in_place(call, value);
+    if (b->written & 1u << place)
+        return optional ? bst__call_optional_in_place(call, value) : bst__call_in_place(call, value);
     bst_layout layout = b->function->arguments[place].layout;
     if (!optional && b->function->arguments[place].types == 1u << BST_I64) return bst__call_labels(call, value);
     DLTensor *tensor = optional ? bst__call_optional(call, value) : bst__call_tensor(call, value);
@@ -170,8 +171,9 @@ static bool add_input(binding *b, char *word) {
     int place = place_of(b->function, word, BST_IN);
     if (place >= 0) {
         bool optional = (b->function->arguments[place].flags & BST_OPTIONAL) && !always;
-        char written[] = "Tensor(a!)";
+        char written[] = "Tensor(a!)?";
         written[7] = (char)('a' + place);
+        if (!optional) written[sizeof written - 2] = '\0';
         *s = (step){optional ? OPTIONAL_TENSOR : TENSOR, place};
         say_parameter(b, b->written & 1u << place ? written : optional ? "Tensor?" : "Tensor", word);
         return true;

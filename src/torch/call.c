@@ -269,15 +269,22 @@ DLTensor *bst__call_labels(bst_call *call, bst_torch_value value) {
     return bst__call_contiguous(call, tensor);
 }
 
-DLTensor *bst__call_optional(bst_call *call, bst_torch_value value) {
-    bst_torch_value *boxed = (bst_torch_value *)(uintptr_t)value;
-    if (!boxed) return NULL;
+/* What is in a box, which it deletes. */
+static bst_torch_value unboxed(bst_torch_value *boxed) {
     bst_torch_value inner = *boxed;
     if (bst__torch.torch_delete_stable_ivalue)
         bst__torch.torch_delete_stable_ivalue(boxed);
     else
         bst__torch.operator_delete(boxed);
-    return bst__call_tensor(call, inner);
+    return inner;
+}
+
+DLTensor *bst__call_optional(bst_call *call, bst_torch_value value) {
+    return value ? bst__call_tensor(call, unboxed((bst_torch_value *)(uintptr_t)value)) : NULL;
+}
+
+DLTensor *bst__call_optional_in_place(bst_call *call, bst_torch_value value) {
+    return value ? bst__call_in_place(call, unboxed((bst_torch_value *)(uintptr_t)value)) : NULL;
 }
 
 /* Whether there is nothing to lay out: without looking any further, as is mostly so. */

@@ -44,6 +44,7 @@ DLTensor *bst__call_labels(bst_call *call, bst_torch_value value);
 DLTensor *bst__call_in_place(bst_call *call, bst_torch_value value);
 /* The same for one that may be None: NULL. */
 DLTensor *bst__call_optional(bst_call *call, bst_torch_value value);
+DLTensor *bst__call_optional_in_place(bst_call *call, bst_torch_value value);
 /* One of the above or NULL, or a copy of it without gaps where it has any. */
 DLTensor *bst__call_contiguous(bst_call *call, DLTensor *tensor);
 /* The same where its strides do not fold into rows. */

@@ -187,6 +187,7 @@ typedef struct argument {
 #define F(...)      {.kind = TENSOR, .dtype = dtype_float32, SIZES(__VA_ARGS__)}
 #define O(...)      {.kind = TENSOR, .dtype = dtype_float32, .optional = true, SIZES(__VA_ARGS__)}
 #define W(...)      {.kind = TENSOR, .dtype = dtype_float32, .aligned = true, SIZES(__VA_ARGS__)}
+#define OW(...)     {.kind = TENSOR, .dtype = dtype_float32, .optional = true, .aligned = true, SIZES(__VA_ARGS__)}
 #define L(...)      {.kind = TENSOR, .dtype = dtype_int64, SIZES(__VA_ARGS__)}
 #define OL(...)     {.kind = TENSOR, .dtype = dtype_int64, .optional = true, SIZES(__VA_ARGS__)}
 #define I(all, ...) {.kind = TENSOR, .dtype = dtype_int32, .number = all, SIZES(__VA_ARGS__)}
@@ -283,6 +284,9 @@ static const operator_call operators[] = {
     {"dropout_add", 1, {F(3, 4), L(2), F(3, 4), R(0.5)}},
     {"dropout_inplace", 0, {W(3, 4), L(2), R(0.5)}},
     {"dropout_add_inplace", 0, {F(3, 4), L(2), W(3, 4), R(0.5)}},
+    {"low_rank_add",
+     0,
+     {F(3, 4), W(3, 5), F(2, 4), F(5, 2), OW(3, 6), O(1, 4), O(6, 1), NONE, NONE, NONE, R(0.5), R(2), R(0)}},
     {"low_rank_backward", 2, {F(3, 4), F(3, 2), F(4, 2), R(0.5)}},
     {"low_rank_backward_into", 1, {F(3, 4), F(3, 2), F(4, 2), W(3, 2), R(0.5)}},
     {"low_rank_dx", 0, {F(3, 4), F(4, 5), O(3, 6), O(6, 5), NONE, NONE, NONE, NONE, O(3, 2), O(2, 5), W(3, 5)}},

@@ -574,6 +574,7 @@ const fuzz_reference fuzz_references[] = {
     {"moe_transpose", moe_transpose},
     {"dequantize_4bit", dequantize_4bit},
     {"dropout", dropout},
+    {"low_rank_add", fuzz_low_rank_add},
     {"low_rank_backward", fuzz_low_rank_backward},
     {"low_rank_dx", fuzz_low_rank_dx},
     {"low_rank_linear", fuzz_low_rank_linear},

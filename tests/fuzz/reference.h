@@ -59,6 +59,7 @@ void fuzz_causal_conv1d_backward(fuzz_call *c);
 void fuzz_gated_rms_norm_forward(fuzz_call *c);
 void fuzz_gated_rms_norm_backward(fuzz_call *c);
 void fuzz_linear_divergence_forward(fuzz_call *c);
+void fuzz_low_rank_add(fuzz_call *c);
 void fuzz_low_rank_backward(fuzz_call *c);
 void fuzz_low_rank_dx(fuzz_call *c);
 void fuzz_low_rank_linear(fuzz_call *c);

@@ -1,6 +1,36 @@
 /* reference_low_rank.c - what layers with adapters must be, in float64. */
 #include "reference.h"
 
+/* One layer of low_rank_add. */
+static void add_to_result(fuzz_call *c, const char *const names[4]) {
+    const fuzz_tensor *x = input(c, "x"), *before = input(c, names[0]), *a = input(c, names[1]);
+    const double *b = numbers(c, names[2]), scale = real(c, names[3]);
+    fuzz_tensor *y = output(c, names[0]);
+    if (!y) return;
+    int64_t width = last(x), columns = last(y), ranks = a->shape[0];
+    for (int64_t e = 0; e < y->count; e++) {
+        int64_t row = e / columns, column = e % columns;
+        double sum = 0, size = 0, most = 0; /* the scale comes after the sum, which float32 may not hold */
+        for (int64_t r = 0; r < ranks; r++) {
+            double thin = 0, of_thin = 0, factor = b[column * ranks + r];
+            for (int64_t k = 0; k < width; k++) {
+                double product = x->numbers[row * width + k] * a->numbers[r * width + k];
+                thin += product, of_thin += fabs(product);
+            }
+            sum += thin * factor, size += of_thin * fabs(factor);
+            most = fmax(most, of_thin);
+        }
+        bool fits = most < 0x1p127 && size < 0x1p127; /* NaN is neither */
+        want(y, e, before->numbers[e] + scale * sum, fits ? fabs(before->numbers[e]) + fabs(scale) * size : INFINITY);
+    }
+}
+
+void fuzz_low_rank_add(fuzz_call *c) {
+    static const char *const layers[][4] = {
+        {"y_0", "a_0", "b_0", "scale_0"}, {"y_1", "a_1", "b_1", "scale_1"}, {"y_2", "a_2", "b_2", "scale_2"}};
+    for (int i = 0; i < 3; i++) add_to_result(c, layers[i]);
+}
+
 void fuzz_low_rank_backward(fuzz_call *c) {
     const fuzz_tensor *dy = input(c, "dy"), *thin = input(c, "thin");
     const double *b = numbers(c, "b");

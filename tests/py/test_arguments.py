@@ -12,6 +12,7 @@ from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.ops.gated_delta_rule import gated_delta_rule
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.ops.gated_rms_norm import gated_rms_norm
+from bastile.ops.low_rank import low_rank_add
 from bastile.ops.moe import moe_experts
 from bastile.ops.norm import layer_norm
 from bastile.ops.projections import projections
@@ -25,6 +26,11 @@ W, GATE, DOWN, HEAD = torch.ones(8), torch.ones(16, 8), torch.ones(8, 16), torch
 HEADS, TABLE = torch.ones(1, 2, 4, 8), torch.ones(1, 4, 8)
 T, CHOICES = torch.arange(4), torch.zeros(4, 2, dtype=torch.int64)
 MOE = {"gate_up_proj": torch.ones(2, 8, 16), "gate_up_bias": None, "down_proj": torch.ones(2, 8, 8), "down_bias": None}
+
+
+def added_to_one(x, y_0, a_0, b_0):
+    low_rank_add(x, [y_0], [(a_0, b_0)], [0.5])
+
 
 #: Each operator with arguments that it serves.
 GIVEN: dict[str, tuple[Callable, dict]] = {
@@ -60,6 +66,7 @@ GIVEN: dict[str, tuple[Callable, dict]] = {
         {"hidden": X, "router_indices": CHOICES, "routing_weights": torch.ones(4, 2), **MOE},
     ),
 }
+GIVEN["low_rank_add"] = (added_to_one, {"x": X, "y_0": torch.ones(4, 16), "a_0": X[:2], "b_0": torch.ones(16, 2)})
 #: Those that are no floats to begin with.
 INDICES = ("target", "router_indices")
 
@@ -119,6 +126,13 @@ def in_float64(given: dict) -> dict:
         ("rope", {"sin": TABLE[..., :1]}, r"sin has shape \[1, 4, 1\]; \[1, 4, 8\], that of cos"),
         ("qk_norm_rope", {"k": HEADS[0]}, r"k has shape \[2, 4, 8\]; \[B, kv_heads, S, D\]"),
         ("qk_norm_rope", {"k_weight": W[:1]}, r"k_weight has shape \[1\]; \[8\], the last dimension"),
+        (
+            "low_rank_add",
+            {"y_0": torch.ones(5, 16)},
+            r"y_0 has shape \[5, 16\]; \[4, 16\], as rows of x and of b_0 have it,",
+        ),
+        ("low_rank_add", {"x": X[:1]}, r"y_0 has shape \[4, 16\]; \[1, 16\], as rows of x and of b_0 have it,"),
+        ("low_rank_add", {"a_0": X[:1]}, r"a_0 has shape \[1, 8\]; \[2, 8\], as columns of b_0 and x have it,"),
         ("fused_linear_cross_entropy", {"hidden": X[0, 0]}, r"hidden is a scalar; \[..., H\]"),
         ("fused_linear_cross_entropy", {"weight": W}, r"weight has shape \[8\]; \[V, H\], here \[V, 8\],"),
         ("fused_linear_cross_entropy", {"weight": HEAD}, "weight is torch.float32; torch.float64, the type of hidden,"),

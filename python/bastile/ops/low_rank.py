@@ -1,4 +1,5 @@
-"""What the gradient of an adapter's second product leaves, in one pass over it; and products that are summed up."""
+"""What the gradient of an adapter's second product leaves, in one pass over it; what adapters add to results of few
+rows; and products that are summed up."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch.compiler import is_compiling
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
 from bastile.ops._common import HALVES, PLAIN, is_batched, need_floats, on_gpu, served
 
-__all__ = ["low_rank_backward"]
+__all__ = ["low_rank_add", "low_rank_backward"]
 
 #: Of dy, thin, b and scale; of dy, thin, b, where g is to be, and scale, returning db alone.
 backward = torch.ops.bastile.low_rank_backward.default
@@ -25,6 +26,11 @@ dx_into = torch.ops.bastile.low_rank_dx.default
 #: and up's scales, dy, gate, up, thin, their b, g_down and a_down or None, where g is to be, and whether y, da_down and
 #: thin_down are wanted; dgate over gate, dup over up, y over dy; returning db_gate, db_up, da_down, thin_down.
 glu_backward = torch.ops.bastile.low_rank_glu_backward.default
+#: What adapters add to results y in place, of x, y_0, a_0, b_0 to y_2, a_2, b_2, None for what there is not, and the
+#: three layers' scales (bst_low_rank_add).
+add_into = torch.ops.bastile.low_rank_add.default
+
+_MOST_ADDED = 3
 
 
 def low_rank_backward(
@@ -50,6 +56,60 @@ def low_rank_backward(
         return backward(dy, thin, b.contiguous(), scale)
     need_floats("low_rank_backward", dy=dy, thin=thin, b=b)
     return scale * (dy @ b), scale * (dy.t() @ thin)
+
+
+def _need_shape(name: str, t: torch.Tensor, shape: tuple[int, ...], of: str) -> None:
+    if t.shape != shape:
+        raise ValueError(f"low_rank_add: {name} has shape {list(t.shape)}; {list(shape)}, as {of} have it, is needed")
+
+
+def low_rank_add(
+    x: torch.Tensor,
+    results: Sequence[torch.Tensor],
+    adapters: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    scales: Sequence[float],
+) -> None:
+    """What the adapters of up to three linear layers of one input add to their results, in place: of each y, a, b and
+    scale y becomes y + scale (x a^T) b^T. Sums are in float32, x a^T is kept in it, and y is rounded once. For few
+    rows, and not to be differentiated.
+
+    Args:
+        x: [T, K]; float32, bfloat16 or float16, its last dimension contiguous.
+        results: the layers' y, [T, N] each, of x's type, their last dimension contiguous; one may not overlap another.
+        adapters: of each layer a [R, K] and b [N, R], all of x's type or all of float32.
+        scales: of each layer a finite number.
+
+    Other types or devices and subclasses of tensors run plain torch code.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: naming the argument, what was given and what is needed. RuntimeError where
+            a tensor requires a gradient while gradients are enabled.
+    """
+    if not len(results) == len(adapters) == len(scales) <= _MOST_ADDED:
+        raise ValueError(
+            f"low_rank_add: {len(results)} results, {len(adapters)} adapters and {len(scales)} scales are given; as "
+            f"many of each are needed, at most {_MOST_ADDED}"
+        )
+    layers = [(y, *pair) for y, pair in zip(results, adapters, strict=True)]
+    tensors = [x, *(t for layer in layers for t in layer)]
+    names = ["x", *(f"{name}_{i}" for i in range(len(layers)) for name in "yab")]
+    need_floats("low_rank_add", **dict(zip(names, tensors, strict=True)))
+    for name, t in zip(names, tensors, strict=True):
+        if t.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"low_rank_add: {name} requires a gradient; torch.no_grad() around the call is needed")
+    if not layers:
+        return
+    if served(*tensors):
+        missing = _MOST_ADDED - len(layers)
+        add_into(*tensors, *[None] * (3 * missing), *scales, *[0.0] * missing)
+        if not is_compiling():
+            torch.autograd.graph.increment_version([y for y in results if not y.is_inference()])
+        return
+    for i, ((y, a, b), scale) in enumerate(zip(layers, scales, strict=True)):
+        _need_shape(f"y_{i}", y, (*x.shape[:-1], b.shape[0]), f"rows of x and of b_{i}")
+        _need_shape(f"a_{i}", a, (b.shape[-1], x.shape[-1]), f"columns of b_{i} and x")
+        wide = torch.promote_types(torch.promote_types(x.dtype, a.dtype), torch.float32)
+        y.copy_(y.to(wide) + scale * (x.to(wide) @ a.to(wide).t() @ b.to(wide).t()))
 
 
 def input_gradient(

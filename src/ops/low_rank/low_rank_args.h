@@ -66,6 +66,31 @@ typedef struct low_rank_bias_args {
     int64_t y_stride, columns;
 } low_rank_bias_args;
 
+/* Layers that low_rank_add has at most; rows that a block has of x, and of y. */
+#define LOW_RANK_LAYERS   3
+#define LOW_RANK_ADD_ROWS 8
+
+/* thin [rows, ranks] = x a^T of all layers. Of those that there are not: no ranks, here and below no columns. */
+typedef struct low_rank_thin_args {
+    const void *x, *a[LOW_RANK_LAYERS];
+    float *thin;
+    int64_t x_stride, rows, width;
+    int32_t first[LOW_RANK_LAYERS], ranks; /* first: a layer's first column of thin */
+} low_rank_thin_args;
+
+/* out = y + scale thin b^T of each. */
+typedef struct low_rank_expand_args {
+    const void *b[LOW_RANK_LAYERS], *y[LOW_RANK_LAYERS];
+    void *out[LOW_RANK_LAYERS];
+    const float *thin;
+    int64_t y_stride[LOW_RANK_LAYERS], out_stride[LOW_RANK_LAYERS];
+    int64_t columns[LOW_RANK_LAYERS], rows;
+    int32_t first[LOW_RANK_LAYERS], rank[LOW_RANK_LAYERS];
+    int32_t first_block[LOW_RANK_LAYERS], blocks; /* of a tile of rows: a layer's first, all */
+    int32_t ranks;
+    float scale[LOW_RANK_LAYERS];
+} low_rank_expand_args;
+
 #define LOW_RANK_PRODUCTS 4 /* large ones that are summed up */
 
 /* Sums of products in tiles of tile_product.h. */
@@ -85,6 +110,8 @@ static_assert(sizeof(low_rank_sum_args) == 72, "host and device must agree");
 static_assert(sizeof(low_rank_glu_args) == 208, "host and device must agree");
 static_assert(sizeof(low_rank_tiles_args) == 1408, "host and device must agree");
 static_assert(sizeof(low_rank_bias_args) == 32, "host and device must agree");
+static_assert(sizeof(low_rank_thin_args) == 80, "host and device must agree");
+static_assert(sizeof(low_rank_expand_args) == 216, "host and device must agree");
 static_assert(sizeof(low_rank_glu_sum_args) == 120, "host and device must agree");
 
 #endif

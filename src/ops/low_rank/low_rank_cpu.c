@@ -1,5 +1,5 @@
 /* low_rank_cpu.c - products of dy, of 16 bits, and of dy transposed with a thin matrix, on CPU: sums in float32, which
- * a framework's own product may not leave in that type. */
+ * a framework's own product may not leave in that type; and what adapters add to results, in the same. */
 #include "ops/low_rank/low_rank.h"
 
 enum {
@@ -49,4 +49,77 @@ void BST_CPU(bst__low_rank_transposed_cpu)(void *context, int64_t begin, int64_t
             }
             for (int64_t e = 0; e < n; e++) store(a, first + e, j, sums[e], width);
         }
+}
+
+/* ---- what adapters add ------------------------------------------------------------------------------------------- */
+
+/* The rank of a row of thin is that of a layer: its row of a. */
+static const void *row_of_a(const low_rank_sums *s, int64_t rank) {
+    const low_rank_layer *layer = s->layer;
+    while (rank >= layer->first + layer->rank) layer++;
+    return bst_at(layer->a, (rank - layer->first) * s->width, s->factor_type);
+}
+
+void BST_CPU(bst__low_rank_thin_cpu)(void *context, int64_t begin, int64_t end) {
+    enum { PIECE = 1024 }; /* of a row, that is float32 at a time */
+    const low_rank_sums *s = context;
+    float a[PIECE], x[PIECE];
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t rank = i % s->ranks, first = i / s->ranks * LOW_RANK_CPU_ROWS;
+        const int64_t rows = bst__lesser(LOW_RANK_CPU_ROWS, s->rows - first);
+        const void *of_a = row_of_a(s, rank);
+        double sums[LOW_RANK_CPU_ROWS] = {0};
+        BST_TILES(at, n, 0, s->width, PIECE) {
+            bst_load(a, bst_at(of_a, at, s->factor_type), s->factor_type, n);
+            for (int64_t row = 0; row < rows; row++) {
+                bst_load(x, bst_at(s->x, (first + row) * s->x_stride + at, s->dtype), s->dtype, n);
+                sums[row] += bst_sum_of_products(x, a, n);
+            }
+        }
+        for (int64_t row = 0; row < rows; row++) s->thin[(first + row) * s->ranks + rank] = (float)sums[row];
+    }
+}
+
+/* Some columns of a layer, and some of its ranks, ranks first. */
+static void load_across(const low_rank_sums *s, const low_rank_layer *layer, int64_t column, int64_t columns,
+                        int64_t rank, int64_t ranks, float out[][LOW_RANK_CPU_COLUMNS]) {
+    float b[DEPTH];
+    for (int64_t c = 0; c < columns; c++) {
+        bst_load(b, bst_at(layer->b, (column + c) * layer->rank + rank, s->factor_type), s->factor_type, ranks);
+        for (int64_t r = 0; r < ranks; r++) out[r][c] = b[r];
+    }
+}
+
+static void expand(const low_rank_sums *s, const low_rank_layer *layer, int64_t column) {
+    const int64_t columns = bst__lesser(LOW_RANK_CPU_COLUMNS, layer->columns - column);
+    float b[DEPTH][LOW_RANK_CPU_COLUMNS], y[LOW_RANK_CPU_COLUMNS];
+    memset(b, 0, sizeof b); /* columns that there are not */
+    for (int64_t first = 0; first < s->rows; first += LOW_RANK_CPU_ROWS) {
+        const int64_t rows = bst__lesser(LOW_RANK_CPU_ROWS, s->rows - first);
+        float sums[LOW_RANK_CPU_ROWS][LOW_RANK_CPU_COLUMNS] = {{0}};
+        BST_TILES(rank, ranks, 0, layer->rank, DEPTH) {
+            if (!first || layer->rank > DEPTH) load_across(s, layer, column, columns, rank, ranks, b);
+            for (int64_t row = 0; row < rows; row++) {
+                const float *thin = s->thin + (first + row) * s->ranks + layer->first + rank;
+                for (int64_t r = 0; r < ranks; r++)
+                    for (int c = 0; c < LOW_RANK_CPU_COLUMNS; c++) sums[row][c] += thin[r] * b[r][c];
+            }
+        }
+        for (int64_t row = 0; row < rows; row++) {
+            bst_load(y, bst_at(layer->y, (first + row) * layer->y_stride + column, s->dtype), s->dtype, columns);
+            for (int64_t c = 0; c < columns; c++) y[c] += layer->scale * sums[row][c];
+            bst_store(bst_at(layer->out, (first + row) * layer->out_stride + column, s->dtype), y, s->dtype, columns);
+        }
+    }
+}
+
+void BST_CPU(bst__low_rank_expand_cpu)(void *context, int64_t begin, int64_t end) {
+    const low_rank_sums *s = context;
+    for (int i = 0; i < LOW_RANK_LAYERS; i++) {
+        const low_rank_layer *layer = &s->layer[i];
+        const int64_t tiles = bst__divided_up(layer->columns, LOW_RANK_CPU_COLUMNS);
+        for (int64_t tile = begin > 0 ? begin : 0; tile < end && tile < tiles; tile++)
+            expand(s, layer, tile * LOW_RANK_CPU_COLUMNS);
+        begin -= tiles, end -= tiles;
+    }
 }
