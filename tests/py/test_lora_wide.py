@@ -1,5 +1,5 @@
-"""Adapters of float32 beside a model of bfloat16 that is trained without autocast: on every device at hand, and on a CPU
-by the pieces of a GPU's products too. See test_lora.py, whose cases have such a mix of types among them."""
+"""Adapters of float32 beside a model of bfloat16 that is trained without autocast: on every device at hand, and on a
+CPU by the pieces of a GPU's products too. See test_lora.py, whose cases have such a mix of types among them."""
 
 from __future__ import annotations
 

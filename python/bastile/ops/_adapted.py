@@ -154,15 +154,15 @@ class Group:
         return results
 
     def results_alone(self, x: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Each [..., N], where no gradient is made of them: of few rows what the adapters add is made of A and B as they
-        are, by two launches for all layers."""
+        """Each [..., N], where no gradient is made of them: of few rows what the adapters add is made of A and B as
+        they are, by two launches for all layers."""
         if not self._are_few(rows):
             return self.results(x, rows, self.thin(rows))
         results = self.places(x)
         weights = self.weights_of(range(len(self.layers)))
         for i, (y, weight) in enumerate(zip(results, weights, strict=True)):
             Group._fill(self, y.view(-1, y.shape[-1]), i, rows, None, None, weight)
-        given = [(results[i].view(-1, results[i].shape[-1]), self.a[i], self.b[i]) for i in self.adapted]
+        given: Any = [(results[i].view(-1, results[i].shape[-1]), self.a[i], self.b[i]) for i in self.adapted]
         scales = [self.layers[i].scale for i in self.adapted]
         low_rank.add_to(rows, given, scales)
         return results

@@ -1,6 +1,6 @@
-"""Adapters of float32 beside an input of bfloat16, outside of autocast: PEFT's beside a model that is loaded in bfloat16
-and trained as it is. PEFT computes them in float32, so a result or gradient that is kept in float32, as A's and B's
-are, must not be off by bfloat16's rounding.
+"""Adapters of float32 beside an input of bfloat16, outside of autocast: PEFT's beside a model that is loaded in
+bfloat16 and trained as it is. PEFT computes them in float32, so a result or gradient that is kept in float32, as A's
+and B's are, must not be off by bfloat16's rounding.
 
 Each product here has one large factor, which is of bfloat16, and a thin one of float32. On a GPU the thin one is cut
 into three pieces of bfloat16, which together are its 24 bits, and the products of the pieces, side by side in one
@@ -37,8 +37,8 @@ def group_of(
 
 
 def are_wide(x: torch.Tensor, *adapters: torch.Tensor | None) -> bool:
-    """Whether adapters beside this input are computed so, outside of autocast. Not beside float16, whose pieces would be
-    too small for its exponent."""
+    """Whether adapters beside this input are computed so, outside of autocast. Not beside float16, whose pieces would
+    be too small for its exponent."""
     return x.dtype is torch.bfloat16 and any([t is not None and t.dtype is torch.float32 for t in adapters])
 
 
@@ -64,10 +64,9 @@ class WideGroup(Group):
     def _rounded(self) -> list[torch.Tensor]:
         if not self.adapted:
             return []
-        a: Any = [self.a[i].float() for i in self.adapted]
-        b: Any = [self.b[i].float() for i in self.adapted]
-        all_a = a[0] if len(a) == 1 else torch.cat(a)
-        return [_pieces(all_a, 0), *[_pieces(each, 1) for each in b]] if self._has_pieces else [all_a, *b]
+        of_a, of_b = ([t.float() for t in each if t is not None] for each in (self.a, self.b))
+        all_a = of_a[0] if len(of_a) == 1 else torch.cat(of_a)
+        return [_pieces(all_a, 0), *[_pieces(b, 1) for b in of_b]] if self._has_pieces else [all_a, *of_b]
 
     def new_thin(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.new_empty(rows.shape[0], self.rank, dtype=torch.float32)

@@ -30,7 +30,7 @@ glu_backward = torch.ops.bastile.low_rank_glu_backward.default
 #: three layers' scales (bst_low_rank_add).
 add_into = torch.ops.bastile.low_rank_add.default
 
-_MOST_ADDED = 3
+MOST_ADDED = 3
 
 
 def low_rank_backward(
@@ -85,10 +85,10 @@ def low_rank_add(
         RuntimeError, TypeError, ValueError: naming the argument, what was given and what is needed. RuntimeError where
             a tensor requires a gradient while gradients are enabled.
     """
-    if not len(results) == len(adapters) == len(scales) <= _MOST_ADDED:
+    if not len(results) == len(adapters) == len(scales) <= MOST_ADDED:
         raise ValueError(
             f"low_rank_add: {len(results)} results, {len(adapters)} adapters and {len(scales)} scales are given; as "
-            f"many of each are needed, at most {_MOST_ADDED}"
+            f"many of each are needed, at most {MOST_ADDED}"
         )
     layers = [(y, *pair) for y, pair in zip(results, adapters, strict=True)]
     tensors = [x, *(t for layer in layers for t in layer)]
@@ -100,8 +100,7 @@ def low_rank_add(
     if not layers:
         return
     if served(*tensors):
-        missing = _MOST_ADDED - len(layers)
-        add_into(*tensors, *[None] * (3 * missing), *scales, *[0.0] * missing)
+        add_to(x, layers, scales)
         if not is_compiling():
             torch.autograd.graph.increment_version([y for y in results if not y.is_inference()])
         return
@@ -110,6 +109,14 @@ def low_rank_add(
         _need_shape(f"a_{i}", a, (b.shape[-1], x.shape[-1]), f"columns of b_{i} and x")
         wide = torch.promote_types(torch.promote_types(x.dtype, a.dtype), torch.float32)
         y.copy_(y.to(wide) + scale * (x.to(wide) @ a.to(wide).t() @ b.to(wide).t()))
+
+
+def add_to(
+    x: torch.Tensor, layers: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], scales: Sequence[float]
+) -> None:
+    """By the operator alone; layers: y, a and b of each."""
+    missing = MOST_ADDED - len(layers)
+    add_into(x, *[t for layer in layers for t in layer], *[None] * (3 * missing), *scales, *[0.0] * missing)
 
 
 def input_gradient(
@@ -147,8 +154,8 @@ _MOST_PRODUCTS = 4
 
 
 def fills(y: torch.Tensor) -> bool:
-    """Whether linear_into makes y [T, N] by one product, where it serves it at all: tiles leave few multiprocessors idle
-    in their last round. As src/ops/low_rank/low_rank_linear.c has it."""
+    """Whether linear_into makes y [T, N] by one product, where it serves it at all: tiles leave few multiprocessors
+    idle in their last round. As src/ops/low_rank/low_rank_linear.c has it."""
     chip = torch.cuda.get_device_properties(y.device)
     if (chip.major, chip.minor) != _HOPPER:
         return False
