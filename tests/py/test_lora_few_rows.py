@@ -23,11 +23,11 @@ def test_one_operator_for_all_layers_of_an_input(mix, rows: int, monkeypatch: py
     monkeypatch.setattr(_adapted, "on_gpu", lambda t: True)
     sizes = [Layer(48, 96, 8, bias=False), Layer(48, 32, 0, bias=True), Layer(48, 40, 5, bias=True)]
 
-    def group(rows: int) -> Case:
-        return group_case(sizes, (rows, 48), mix, "cpu")
+    def group(rows: int, tokens: int = 1) -> Case:
+        return group_case(sizes, (rows, tokens, 48), mix, "cpu")
 
-    def mlp(rows: int) -> Case:
-        return mlp_case((48, 64), (8, 0, 4), (1, rows, 48), mix, "cpu")
+    def mlp(rows: int, tokens: int = 1) -> Case:
+        return mlp_case((48, 64), (8, 0, 4), (rows, tokens, 48), mix, "cpu")
 
     for made, times in ((group, 1), (mlp, 2)):
         squares, draws = torch.zeros(2, dtype=torch.float64), 1024 // rows
@@ -40,9 +40,10 @@ def test_one_operator_for_all_layers_of_an_input(mix, rows: int, monkeypatch: py
             for i, found in enumerate((ours, results_of(case.stock, case, None))):
                 squares[i] += sum([(y.double() - right).square().sum() for y, right in zip(found, exact, strict=True)])
         assert squares[0] <= squares[1] * math.exp(2 * LUCK / (draws * rows) ** 0.5), made
-        with torch.no_grad(), Memory() as memory:
-            results_of(case.ours, made(_adapted._FEW_ROWS + 1), None)
-        assert memory.calls.count(ADDED) == 0
+        for others in (made(_adapted._FEW_ROWS + 1), made(2, 3)):
+            with torch.no_grad(), Memory() as memory:
+                results_of(others.ours, others, None)
+            assert memory.calls.count(ADDED) == 0
 
 
 def results_of(function: Callable, case: Case, dtype: torch.dtype | None) -> list[torch.Tensor]:

@@ -154,9 +154,10 @@ class Group:
         return results
 
     def results_alone(self, x: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Each [..., N], where no gradient is made of them: of few rows what the adapters add is made of A and B as
-        they are, by two launches for all layers."""
-        if not self._are_few(rows):
+        """Each [..., N], where no gradient is made of them. In a call for one token of each row, as of a text that is
+        generated, what the adapters add is made of A and B as they are, by two launches for all layers; in no other
+        call, for a checkpoint's first run may be one without gradients, and its second has to have the same bits."""
+        if x.dim() < 3 or x.shape[-2] != 1 or not self._are_few(rows):
             return self.results(x, rows, self.thin(rows))
         results = self.places(x)
         weights = self.weights_of(range(len(self.layers)))

@@ -171,7 +171,8 @@ def adapted_linears(x: torch.Tensor, layers: Sequence[Adapted]) -> tuple[torch.T
     Args:
         x: [..., K]; float32, bfloat16 or float16.
         layers: see Adapted. Weights and biases of x's type (under autocast all three are cast as a linear layer casts
-            them). A and B may be of any type: a call rounds them to x's, and makes their gradients in their own.
+            them). A and B may be of any type: a call rounds them to x's, and makes their gradients in their own;
+            outside of autocast those of float32 beside bfloat16 are computed to float32's accuracy.
 
     Returns:
         One [..., N] for each layer, of x's type. Gradients flow to x and all weights, biases, A and B, each computed

@@ -10,8 +10,9 @@
  * time, 16 bytes of x and of b, or 1; LANES and PIECES, which low_rank_add_thin has not.
  *
  * Bytes: each a and b once for ROWS rows, x once for each row of an a, mostly from the L2, y read and written once;
- * thin, 4 * rows * ranks, written and read within the L2. Of few rows it is the two launches that take the time. Not
- * measured yet. */
+ * thin, 4 * rows * ranks, written and read within the L2. Of few rows it is the two launches that take the time.
+ * H200, 8 rows, adapters of rank 16 in float32 on all layers of Qwen3-0.6B, within a CUDA graph (2026-11-30): 2.3 us a
+ * launch of low_rank_add_thin, 3.7 of low_rank_add_expand, its wait for the other's end among them. */
 #include "pack.cuh"
 #include "reduce.cuh"
 
