@@ -247,15 +247,23 @@ class Group:
             return None
         g = self.new_thin(known[0]) if into is None else into
         for i, b in zip(self.adapted, self.rounded[1:], strict=True):
-            dy, mine, scale = gradients[i], self._mine(g, i), self.layers[i].scale
+            dy, mine = gradients[i], self._mine(g, i)
             if dy is None:
                 mine.zero_()
-            elif thin is not None and found.wants(i, B) and is_one_pass(dy, b):
-                self.add(found, i, B, low_rank.backward_into(dy, self._mine(thin, i), b, mine, scale))
             else:
-                mine.addmm_(dy, b, beta=0, alpha=scale)
-                self.add_gradient_of_b(found, i, dy, thin)
+                self._through(found, i, dy, b, mine, thin)
         return g
+
+    def _through(
+        self, found: Found, i: int, dy: torch.Tensor, b: torch.Tensor, g: torch.Tensor, thin: torch.Tensor | None
+    ) -> None:
+        """One adapter's, into its part of g."""
+        scale = self.layers[i].scale
+        if thin is not None and found.wants(i, B) and is_one_pass(dy, b):
+            self.add(found, i, B, low_rank.backward_into(dy, self._mine(thin, i), b, g, scale))
+        else:
+            g.addmm_(dy, b, beta=0, alpha=scale)
+            self.add_gradient_of_b(found, i, dy, thin)
 
     def add_gradient_of_b(self, found: Found, i: int, dy: torch.Tensor, thin: torch.Tensor | None) -> None:
         if found.wants(i, B) and thin is not None:

@@ -128,27 +128,13 @@ class WideGroup(Group):
         super()._fill(y, i, rows, None, None, weight)
         y.copy_(torch.add(y, mine @ of_b.t().float(), alpha=scale))
 
-    def through_b(
-        self,
-        found: Found,
-        gradients: Sequence[torch.Tensor | None],
-        thin: torch.Tensor | None,
-        into: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        known = [dy for i, dy in enumerate(gradients) if dy is not None and self.a[i] is not None]
-        if not known:
-            return None
-        g = self.new_thin(known[0]) if into is None else into
-        for i, b in zip(self.adapted, self.rounded[1:], strict=True):
-            dy, mine, scale = gradients[i], self._mine(g, i), self.layers[i].scale
-            if dy is None:
-                mine.zero_()
-                continue
-            self._by_wide(dy, b, mine)
-            if scale != 1:
-                mine.mul_(scale)
-            self.add_gradient_of_b(found, i, dy, thin)
-        return g
+    def _through(
+        self, found: Found, i: int, dy: torch.Tensor, b: torch.Tensor, g: torch.Tensor, thin: torch.Tensor | None
+    ) -> None:
+        self._by_wide(dy, b, g)
+        if self.layers[i].scale != 1:
+            g.mul_(self.layers[i].scale)
+        self.add_gradient_of_b(found, i, dy, thin)
 
     def add_gradient_of_b(self, found: Found, i: int, dy: torch.Tensor, thin: torch.Tensor | None) -> None:
         if found.wants(i, B) and thin is not None:
