@@ -20,13 +20,13 @@ def by_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """As on a GPU, whose products of bfloat16 have results in float32. Counts them."""
     count: list[int] = []
 
-    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        assert a.dtype is b.dtype is torch.bfloat16
+    def product(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        assert (dtype, a.dtype, b.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
         count.append(1)
         return a.float() @ b.float() if a.is_cpu else torch.mm(a, b, out_dtype=torch.float32)
 
-    monkeypatch.setattr(_wide_adapters, "has_product", lambda matrix: True)
-    monkeypatch.setattr(_wide_adapters, "product_of_pieces", product)
+    monkeypatch.setattr(_wide_adapters, "has_float32_sums", lambda factor: True)
+    monkeypatch.setattr(_wide_adapters, "product", product)
     return count
 
 

@@ -277,7 +277,7 @@ def _matrices(module: Any, x: torch.Tensor) -> tuple[str, torch.Tensor, torch.Te
         raise NotServed("an adapter's matrices have biases, hooks or a forward of their own")
     of_a: Any = a._parameters["weight"]
     of_b: Any = b._parameters["weight"]
-    if of_a.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type) and not are_wide(x, of_a):
+    if of_a.dtype is not x.dtype and not (torch.is_autocast_enabled(x.device.type) or are_wide(x, of_a)):
         raise NotServed(f"without autocast adapters of {of_a.dtype} compute in their own type")
     return name, of_a, of_b
 

@@ -162,7 +162,7 @@ class Group:
         results = self.places(x)
         weights = self.weights_of(range(len(self.layers)))
         for i, (y, weight) in enumerate(zip(results, weights, strict=True)):
-            Group._fill(self, y.view(-1, y.shape[-1]), i, rows, None, None, weight)
+            self._fill_alone(y.view(-1, y.shape[-1]), i, rows, weight)
         given: Any = [(results[i].view(-1, results[i].shape[-1]), self.a[i], self.b[i]) for i in self.adapted]
         scales = [self.layers[i].scale for i in self.adapted]
         low_rank.add_to(rows, given, scales)
@@ -212,14 +212,24 @@ class Group:
         b: torch.Tensor | None,
         weight: Any,
     ) -> None:
-        bias, across = self.biases[i], weight.t()
         if thin is None or b is None:
-            if bias is None:
-                torch.mm(rows, across, out=y)
-            else:
-                torch.addmm(bias, rows, across, out=y)
-            return
-        mine, scale = self._mine(thin, i), self.layers[i].scale
+            self._fill_alone(y, i, rows, weight)
+        else:
+            self._fill_with(y, i, rows, self._mine(thin, i), b, weight)
+
+    def _fill_alone(self, y: torch.Tensor, i: int, rows: torch.Tensor, weight: Any) -> None:
+        """A layer's result without its adapter."""
+        bias = self.biases[i]
+        if bias is None:
+            torch.mm(rows, weight.t(), out=y)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=y)
+
+    def _fill_with(
+        self, y: torch.Tensor, i: int, rows: torch.Tensor, mine: torch.Tensor, b: torch.Tensor, weight: Any
+    ) -> None:
+        """The same with it, of its thin results and what products read of its b."""
+        bias, across, scale = self.biases[i], weight.t(), self.layers[i].scale
         if is_one_product(rows, weight, b):
             low_rank.linear_into(rows, weight, mine, b, bias, y, scale)
             return
@@ -305,14 +315,19 @@ class Group:
     def _adapters_input_gradient(
         self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor, into: torch.Tensor | None
     ) -> torch.Tensor | None:
-        all_a = self.rounded[0]
         if not self.drops:
-            return _mm(g, all_a, into)
+            return self._adapters_dx(g, into)
         dx = None
         for i in self.adapted:
             if gradients[i] is not None:
-                dx = self._add_dropped(i, dx, self._mine(g, i).mm(all_a[self.columns[i]]))
+                dx = self._add_dropped(i, dx, self._adapter_dx(i, self._mine(g, i)))
         return dx
+
+    def _adapters_dx(self, g: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+        return _mm(g, self.rounded[0], into)
+
+    def _adapter_dx(self, i: int, g: torch.Tensor) -> torch.Tensor:
+        return g.mm(self.rounded[0][self.columns[i]])
 
     def _add_dropped(self, i: int, dx: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
         """dx, if there is one, and what adapter i's dropout leaves of this part, which is written over."""
@@ -344,11 +359,17 @@ class Group:
         types = [self._dtype(found, i, A) for i in which]
         if self.drops:
             for i, dtype in zip(which, types, strict=True):
-                found.add(i, A, product(dtype, self._mine(g, i).t(), self.dropped(i, rows)))
+                found.add(i, A, self._gradient_of_a(dtype, self._mine(g, i), rows, i))
             return
-        together = product(types[0] if len(set(types)) == 1 else torch.float32, g.t(), rows)
+        together = self._gradient_of_a(types[0] if len(set(types)) == 1 else torch.float32, g, rows)
         for i, dtype in zip(which, types, strict=True):
             found.add(i, A, together[self.columns[i]].to(dtype))
+
+    def _gradient_of_a(
+        self, dtype: torch.dtype, g: torch.Tensor, rows: torch.Tensor, i: int | None = None
+    ) -> torch.Tensor:
+        """i: whose, where it has a dropout of its own; None: of all adapters."""
+        return product(dtype, g.t(), rows if i is None else self.dropped(i, rows))
 
 
 def _lies_across(weight: Any) -> bool:
@@ -398,11 +419,16 @@ def product(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor, scale: float =
     """scale a b in this type, with no rounding to the factors' type between, where PyTorch can leave that out."""
     if a.dtype is dtype:
         product = a.mm(b)
-    elif dtype is torch.float32 and a.is_cuda and not is_compiling() and _HAS_OUT_DTYPE:
+    elif dtype is torch.float32 and has_float32_sums(a):
         product = torch.mm(a, b, out_dtype=dtype)
     else:
         product = a.mm(b).to(dtype)
     return product if scale == 1 else product.mul_(scale)
+
+
+def has_float32_sums(factor: torch.Tensor) -> bool:
+    """Whether PyTorch has a product of 16 bits here whose result is in float32, and the compiler is not to choose."""
+    return factor.is_cuda and not is_compiling() and _HAS_OUT_DTYPE
 
 
 _HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
 from bastile.ops import low_rank
-from bastile.ops._adapted import _HAS_OUT_DTYPE, MOST_RANK, A, B, Found, Group, Layer, is_one_product
+from bastile.ops._adapted import MOST_RANK, B, Found, Group, Layer, has_float32_sums, is_one_product, product
 from bastile.ops._common import is_batched
 from bastile.ops.dropout import drop
 
@@ -39,16 +38,11 @@ def group_of(
 def are_wide(x: torch.Tensor, *adapters: torch.Tensor | None) -> bool:
     """Whether adapters beside this input are computed so, outside of autocast. Not beside float16, whose pieces would
     be too small for its exponent."""
-    return x.dtype is torch.bfloat16 and any([t is not None and t.dtype is torch.float32 for t in adapters])
-
-
-def has_product(matrix: torch.Tensor) -> bool:
-    """Whether PyTorch has a product of bfloat16 here whose result is in float32, and the compiler is not to choose."""
-    return matrix.is_cuda and _HAS_OUT_DTYPE and not is_compiling()
-
-
-def product_of_pieces(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.mm(a, b, out_dtype=torch.float32)
+    return (
+        x.dtype is torch.bfloat16
+        and any([t is not None and t.dtype is torch.float32 for t in adapters])
+        and not torch.is_autocast_enabled(x.device.type)
+    )
 
 
 class WideGroup(Group):
@@ -59,7 +53,7 @@ class WideGroup(Group):
 
     @property
     def _has_pieces(self) -> bool:
-        return any([b is not None and has_product(b) for b in self.b])
+        return any([b is not None and has_float32_sums(b) for b in self.b])
 
     def _rounded(self) -> list[torch.Tensor]:
         if not self.adapted:
@@ -79,12 +73,8 @@ class WideGroup(Group):
         thin = self.new_thin(rows) if into is None else into
         for i in self.adapted:
             mine = thin[:, self.columns[i]]
-            if self._has_pieces:
-                self._by_wide(self.dropped(i, rows), self._of_a(i).t(), mine)
-            else:
-                mine.copy_(self.dropped(i, rows).float() @ self.rounded[0][self.columns[i]].t())
-            if self.seeds[i] is not None:
-                mine.div_(1 - self.layers[i].dropout)
+            self._by_wide(self.dropped(i, rows), self._of_a(i).t(), mine)
+            self._divide(i, mine)
         return thin
 
     def dropped(self, i: int, rows: torch.Tensor) -> torch.Tensor:
@@ -95,37 +85,33 @@ class WideGroup(Group):
         found = drop(rows, seed, self.layers[i].dropout)
         return torch.where(found == 0, found, rows)
 
+    def _divide(self, i: int, made: torch.Tensor) -> None:
+        if self.seeds[i] is not None:
+            made.div_(1 - self.layers[i].dropout)
+
     def _of_a(self, i: int) -> torch.Tensor:
-        """A layer's pieces of all A's."""
+        """What `rounded` has of a layer's A."""
+        if not self._has_pieces:
+            return self.rounded[0][self.columns[i]]
         return self.rounded[0].view(_PIECES, self.rank, -1)[:, self.columns[i]].flatten(0, 1)
 
     def _by_wide(self, x: torch.Tensor, across: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
         """x [M, K], of bfloat16, by what `rounded` has of a matrix [K, n], to float32's accuracy."""
         if not self._has_pieces:
             return torch.mm(x.float(), across) if into is None else into.copy_(torch.mm(x.float(), across))
-        side_by_side = product_of_pieces(x, across)
-        return _summed(side_by_side, 1, into)
+        return _summed(product(torch.float32, x, across), 1, into)
 
-    def _fill(
-        self,
-        y: torch.Tensor,
-        i: int,
-        rows: torch.Tensor,
-        thin: torch.Tensor | None,
-        b: torch.Tensor | None,
-        weight: Any,
+    def _fill_with(
+        self, y: torch.Tensor, i: int, rows: torch.Tensor, mine: torch.Tensor, b: torch.Tensor, weight: Any
     ) -> None:
-        if thin is None or b is None:
-            super()._fill(y, i, rows, None, None, weight)
-            return
         of_b: Any = self.b[i]
-        mine, scale, rank = self._mine(thin, i), self.layers[i].scale, of_b.shape[1]
+        scale, rank = self.layers[i].scale, of_b.shape[1]
         pieces = min(_PIECES, MOST_RANK // rank)
         if self._has_pieces and pieces > 0 and is_one_product(rows, weight, of_b) and low_rank.fills(y):
             within = b[:, : pieces * rank].contiguous() if pieces > 1 else of_b.to(self.dtype)
             low_rank.linear_into(rows, weight, mine.to(self.dtype).repeat(1, pieces), within, self.biases[i], y, scale)
             return
-        super()._fill(y, i, rows, None, None, weight)
+        self._fill_alone(y, i, rows, weight)
         y.copy_(torch.add(y, mine @ of_b.t().float(), alpha=scale))
 
     def _through(
@@ -142,52 +128,31 @@ class WideGroup(Group):
             made = self._by_wide(dy.t(), _pieces(mine, 1) if self._has_pieces else mine)
             self.add(found, i, B, made.mul_(self.layers[i].scale))
 
-    def add_gradients_of_a(
-        self, found: Found, gradients: Sequence[torch.Tensor | None], g: torch.Tensor | None, rows: Any
-    ) -> None:
-        which = [i for i in self.adapted if found.wants(i, A) and gradients[i] is not None]
-        if not which or g is None:
-            return
-        if self.drops:
-            for i in which:
-                made = self._gradient_of_a(self._mine(g, i), self.dropped(i, rows))
-                if self.seeds[i] is not None:
-                    made = made.div_(1 - self.layers[i].dropout)
-                self.add(found, i, A, made)
-            return
-        together = self._gradient_of_a(g, rows)
-        for i in which:
-            self.add(found, i, A, together[self.columns[i]])
-
-    def _gradient_of_a(self, g: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        if not self._has_pieces:
-            return g.t() @ rows.float()
-        return _summed(product_of_pieces(_pieces(g, 1).t(), rows), 0)
+    def _gradient_of_a(
+        self, dtype: torch.dtype, g: torch.Tensor, rows: torch.Tensor, i: int | None = None
+    ) -> torch.Tensor:
+        if i is not None:
+            rows = self.dropped(i, rows)
+        has = self._has_pieces
+        made = _summed(product(torch.float32, _pieces(g, 1).t(), rows), 0) if has else g.t() @ rows.float()
+        if i is not None:
+            self._divide(i, made)
+        return made.to(dtype)
 
     def _within_dx(self, g: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if g is None or not self._has_pieces:
-            return g, None if g is None else self.rounded[0]
+            return super()._within_dx(g)
         return g.to(self.dtype).repeat(1, _PIECES), self.rounded[0]
 
-    def _adapters_input_gradient(
-        self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor, into: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        if not self.drops:
-            of_g, all_a = self._within_dx(g)
-            made: Any = torch.mm(of_g, all_a).to(self.dtype)  # type: ignore[arg-type]
-            return made if into is None else into.copy_(made)
-        dx = None
-        for i in self.adapted:
-            if gradients[i] is not None:
-                of_a: Any = self.a[i]
-                mine = self._mine(g, i)
-                part = (
-                    mine.to(self.dtype) @ of_a.to(self.dtype)
-                    if self._has_pieces
-                    else (mine @ of_a.float()).to(self.dtype)
-                )
-                dx = self._add_dropped(i, dx, part)
-        return dx
+    def _adapters_dx(self, g: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+        of_g, all_a = self._within_dx(g)
+        made: Any = torch.mm(of_g, all_a).to(self.dtype)  # type: ignore[arg-type]
+        return made if into is None else into.copy_(made)
+
+    def _adapter_dx(self, i: int, g: torch.Tensor) -> torch.Tensor:
+        of_a: Any = self.a[i]
+        dtype = self.dtype if self._has_pieces else torch.float32
+        return (g.to(dtype) @ of_a.to(dtype)).to(self.dtype)
 
 
 def _pieces(matrix: torch.Tensor, dim: int) -> torch.Tensor:

@@ -133,7 +133,7 @@ def _prepared(
     tensors: list[torch.Tensor | None] = []
     for i, layer in enumerate(layers):
         tensors += cast[2 * i], cast[2 * i + 1], layer.a, layer.b
-    wide = not torch.is_autocast_enabled(x.device.type) and are_wide(x, *[layer.a for layer in layers])
+    wide = are_wide(x, *[layer.a for layer in layers])
     plain_layers = [Layer(each.scale, 0.0 if each.a is None else each.dropout, *each[-2:], wide) for each in layers]
     return x, tuple(plain_layers), tensors
 
