@@ -10,6 +10,7 @@
 #   make lint    format and style only
 #   make fuzz SECONDS=600 SEED=2   random calls of every operator function under sanitizers: more of what make test has
 #   make fuzz-models SECONDS=600 SEED=2   random models, trained by stock Transformers and with Bastile: likewise
+#   make fuzz-trainers SECONDS=600 SEED=2   random runs of TRL's and Transformers' trainers: likewise
 #   make bench   time the operators on this machine
 #   make wheel   the source and the wheel that are published, into dist/ (make sdist: the source alone)
 #   make clean   remove what the above made
@@ -25,7 +26,7 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 NVRTC := $$($(PY) tools/nvrtc_folder.py)
 SITE := build/site
 
-.PHONY: demo test test-oldest test-midway test-torch test-trl test-models test-chips lint fuzz fuzz-models bench sdist wheel clean install c-tests py-tests emulated-tests
+.PHONY: demo test test-oldest test-midway test-torch test-trl test-models test-chips lint fuzz fuzz-models fuzz-trainers bench sdist wheel clean install c-tests py-tests emulated-tests
 
 demo: install
 	PYTHONPATH=$(SITE) $(PY) -m bastile demo --out demo-out
@@ -144,6 +145,9 @@ fuzz: $(if $(VENV),$(VENV)/test.stamp)
 
 fuzz-models: install $(if $(VENV),$(VENV)/test.stamp)
 	PYTHONPATH=$(SITE) $(PY) tools/random_models.py --seed $(SEED) --seconds $(SECONDS)
+
+fuzz-trainers: install $(if $(VENV),$(VENV)/test.stamp)
+	PYTHONPATH=$(SITE) $(PY) tools/random_trainers.py --seed $(SEED) --seconds $(SECONDS)
 
 # ---- the rest -------------------------------------------------------------------------------------------------------
 

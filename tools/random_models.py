@@ -208,7 +208,7 @@ def model_of(case: Case, rng: random.Random, device: torch.device, weights: int)
     torch.manual_seed(rng.randrange(1000) + 1000 * weights)
     config = small.small_config(case.model_type, **case.changes)
     model: Any = getattr(transformers, TASKS[case.task][1]).from_config(config, dtype=torch.float32)
-    model = _undropped(small.prepared(model))
+    model = undropped(small.prepared(model))
     if way.attention is not None:
         model.set_attn_implementation(way.attention)
     if way.adapters is not None:
@@ -224,7 +224,7 @@ def model_of(case: Case, rng: random.Random, device: torch.device, weights: int)
     return model.to(device, TYPES[way.dtype]).train()
 
 
-def _undropped(model: Any) -> Any:
+def undropped(model: Any) -> Any:
     configs = [model.config, *[inner for inner in vars(model.config).values() if hasattr(inner, "to_dict")]]
     for each in (*model.modules(), *configs):
         for name, value in list(vars(each).items()):

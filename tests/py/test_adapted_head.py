@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
+from transformers import BertConfig, BertForMaskedLM
 
 import bastile
 from bastile.models.logits import Logits
@@ -166,3 +168,16 @@ def test_heads_whose_adapter_is_off_are_served_and_those_with_dropout_run_as_sto
         with our_masks():
             want = model(**batch()).loss
     torch.testing.assert_close(stock, want)
+
+
+def test_heads_with_two_kinds_of_adapters_run_as_stock(ran):  # noqa: F811
+    """PEFT trains some tokens' rows of a tied head by a module of its own, which has no bias, beneath the matrices."""
+    config = BertConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    torch.manual_seed(0)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    lora = LoraConfig(r=4, target_modules=["query", "decoder"], trainable_token_indices=[3, 4])
+    model = get_peft_model(BertForMaskedLM(config), lora).train()
+    loss = model(**batch()).loss
+    assert "an adapter on a TrainableTokensWrapper" in str(bastile.report())
+    bastile.reset()
+    torch.testing.assert_close(loss, model(**batch()).loss)

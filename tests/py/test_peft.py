@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -476,3 +478,18 @@ def test_adapters_on_the_parameters_of_experts(ran):
     assert_as_stock(with_lora(model, target_modules=["q_proj", "k_proj", "v_proj"], target_parameters=experts))
     assert bastile.report().ran("moe_experts") == before + LAYERS
     assert ran == {"adapted_linears": LAYERS}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
+def test_prompts_are_switched_off_by_peft(kind):
+    """They stand before a model, which has its layers as `transformer` or as `model`."""
+    config = GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=4) if kind == "gpt2" else Qwen3Config(**SIZES)
+    torch.manual_seed(0)
+    inner = (GPT2LMHeadModel if kind == "gpt2" else Qwen3ForCausalLM)(config).eval()
+    want = inner(**batch()).loss
+    model = get_peft_model(inner, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    bastile.apply()
+    with model.disable_adapter():
+        torch.testing.assert_close(model(**batch()).loss, want)
+    assert model(**batch()).loss != want
+    bastile.reset()

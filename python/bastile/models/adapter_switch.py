@@ -40,7 +40,8 @@ def _made(original: Callable[..., Any], method: KnownMethod) -> Callable[..., An
     @functools.wraps(original)
     @contextmanager
     def disable_adapter(self: Any) -> Iterator[None]:
-        inner = self.base_model.model if method.is_in_force else None
+        # Prompts and prefixes stand before the model itself, which may have its layers under any name.
+        inner = getattr(self.base_model, "model", None) if method.is_in_force else None
         layers = [] if inner is None else _layers_of(inner)
         if not _can_be_switched(self, layers):
             with original(self):

@@ -40,7 +40,10 @@ def why_not(head: nn.Module) -> str | None:
     """What the head does beside multiplying by its weight; None: nothing, so that its call can be put off. Of a head
     with an adapter `adapter_of` says it."""
     if has_adapter(head):
-        return None
+        beneath: Any = head.base_layer
+        if hasattr(beneath, "weight") and hasattr(beneath, "bias"):
+            return None
+        return f"the output head has an adapter on a {type(beneath).__name__}"
     cls = type(head)
     sharded = len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule" and cls.__bases__[1] is nn.Linear
     if cls is not nn.Linear and not sharded:
