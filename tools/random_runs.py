@@ -118,7 +118,6 @@ OWN: dict[str, dict[str, tuple[float, list[Any]]]] = {
         "importance_sampling_level": (0.3, ["sequence"]),
         "scale_rewards": (0.3, ["batch", "none"]),
         "delta": (0.2, [2.0]),
-        "top_entropy_quantile": (0.2, [0.5]),
         "entropy_coef": (0.2, [0.01]),
         "use_adaptive_entropy": (0.1, [True]),
         "use_bias_correction_kl": (0.2, [False]),

@@ -194,3 +194,44 @@ def test_nobody_waits_for_the_device() -> None:
         results(model, **batch)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_of_logits_in_16_bits_the_results_are_of_the_type_that_trl_gives_them(has_kernel, monkeypatch):
+    """TRL's kernels for GPUs write float32 of any logits, its code of PyTorch's operators the logits' type."""
+    stock_kernel = vars(utils).get("_fused_logprob_entropy") if ON_CUDA else None
+    if has_kernel and ON_CUDA and stock_kernel is None:
+        pytest.skip("there is no Triton here")
+    if has_kernel and not ON_CUDA:
+        monkeypatch.setattr(utils, "_supports_trl_loss_kernel", lambda logits, *_: logits.dtype is torch.bfloat16)
+        monkeypatch.setattr(utils, "is_triton_available", lambda: True)
+    kernel = stock_kernel if ON_CUDA else _exact
+    monkeypatch.setattr(utils, "_fused_logprob_entropy", kernel if has_kernel else None, raising=False)
+    if not has_kernel:
+        monkeypatch.setattr(utils, "is_triton_available", lambda: False)
+    model, ids = tiny_model("qwen3").to(DEVICE, torch.bfloat16), given(0.0)["input_ids"]
+
+    def run() -> list[torch.Tensor]:
+        made = lambda: model(ids).logits[:, :-1]  # noqa: E731  (logits are read once)
+        selected = utils.selective_log_softmax(made(), ids[:, 1:])
+        return [
+            selected,
+            utils.entropy_from_logits(made()),
+            *utils.selective_log_softmax_and_entropy(made(), ids[:, 1:], temperature=0.7),
+        ]
+
+    stock = run()
+    bastile.apply()
+    ran()
+    ours = run()
+    assert sum(line.ran for line in bastile.report() if line.operator == "linear_logprobs") == 3
+    assert [t.dtype for t in ours] == [t.dtype for t in stock]
+    assert stock[0].dtype is (torch.float32 if has_kernel else torch.bfloat16)
+    for mine, theirs in zip(ours, stock, strict=True):  # of hidden states that differ by bfloat16's roundings
+        torch.testing.assert_close(mine.float(), theirs.float(), rtol=0.02, atol=0.05)
+
+
+def _exact(logits: torch.Tensor, index: torch.Tensor, temperature: float = 1.0, row_mask: Any = None) -> Any:
+    """In the place of TRL's kernel."""
+    log_p = (logits.float() / temperature).log_softmax(-1)
+    return log_p.gather(-1, index[..., None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)

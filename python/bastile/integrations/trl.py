@@ -21,6 +21,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -215,7 +216,7 @@ def _of_logits(tally: Tally, original: Any, parameters: Parameters, defaults: De
         named = given(parameters, defaults, args, kwargs)
         named.setdefault("logits", named.get("student_logits"))
         if isinstance(named["logits"], Logits) and not torch.compiler.is_compiling():
-            result = way(named)
+            result = way({**named, _DTYPE: _type_of(stock_of(original), named["logits"])})
             if result is not NotImplemented:
                 tally.count()
                 return result
@@ -224,12 +225,26 @@ def _of_logits(tally: Tally, original: Any, parameters: Parameters, defaults: De
     return call
 
 
+_DTYPE = "a result's dtype"
+
+
+def _type_of(stock: Any, logits: Logits) -> torch.dtype | None:
+    """Where Triton is, releases from 1.14 on have kernels for GPUs, whose results are float32 whatever the logits are.
+    None: as PyTorch's operators have it."""
+    supports, kernel = map(stock.__globals__.get, ("_supports_trl_loss_kernel", "_fused_logprob_entropy"))
+    if supports is None or kernel is None:
+        return None
+    shown = SimpleNamespace(**{name: getattr(logits, name) for name in ("device", "dtype", "shape")})
+    shown.ndim, shown.stride = len(logits.shape), lambda dim: 1  # as they would lie, if they were made
+    return torch.float32 if supports(shown) else None
+
+
 def _found(named: dict[str, Any], index: Any, outputs: tuple[str, ...]) -> Any:
     """LogProbs of logits; rows whose row_mask is zero are zero."""
     temperature, mask, ignored = named.get("temperature", 1.0), named.get("row_mask"), None
     if isinstance(mask, torch.Tensor):
         index, ignored = index.masked_fill(mask == 0, NO_TARGET), NO_TARGET
-    return log_probs_of(named["logits"], index, temperature, ignored, outputs)
+    return log_probs_of(named["logits"], index, temperature, ignored, outputs, named[_DTYPE])
 
 
 def _selected(named: dict[str, Any]) -> Any:

@@ -272,11 +272,16 @@ def _as_hidden(logits: Logits, what: str) -> Formula | None:
 
 
 def log_probs_of(
-    logits: Logits, target: torch.Tensor, temperature: float, ignore_index: int | None, outputs: tuple[str, ...]
+    logits: Logits,
+    target: torch.Tensor,
+    temperature: float,
+    ignore_index: int | None,
+    outputs: tuple[str, ...],
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """LogProbs of logits / temperature that have not been made, with one target a row; ignore_index None: all count;
-    outputs: of those that have gradients. NotImplemented: where they have been made, or something was done to them that
-    linear_logprobs does not know."""
+    outputs: of those that have gradients; dtype: of the results, None: the logits', under autocast float32.
+    NotImplemented: where they have been made, or something was done to them that linear_logprobs does not know."""
     if isinstance(target, Logits) or target.shape != logits.shape[:-1]:
         return NotImplemented
     if target.dtype is not torch.int64 or target.device != logits.device:
@@ -304,7 +309,7 @@ def log_probs_of(
         return torch.stack([made.log_probs, *(getattr(made, name) for name in outputs)])
 
     # Copies: who masks one in place would otherwise write to a view of all.
-    made = _computed(logits, compute, found.added is None).to(_type_of_loss(logits))
+    made = _computed(logits, compute, found.added is None).to(dtype or _type_of_loss(logits))
     log_probs, *others = [t.clone() for t in made.unbind()]
     return LogProbs(log_probs, **dict(zip(outputs, others, strict=True)))
 
