@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import random_models
+import random_sentences
 import torch
 from random_models import TASKS, VOCABULARY
 from torch import nn
@@ -143,6 +144,7 @@ OWN: dict[str, dict[str, tuple[float, list[Any]]]] = {
     "sequences": {},
     "tokens": {},
     "masked": {},
+    **dict.fromkeys(random_sentences.KINDS, random_sentences.OPTIONS),
     "seq2seq": {"predict_with_generate": (0.3, [True]), "generation_max_length": (0.5, [6])},
 }
 #: Of the trainers that TRL has: what their rows are.
@@ -157,6 +159,7 @@ DATA = {
     "gkd": ["chats"],
     "orpo": ["pairs"],
     "cpo": ["pairs"],
+    **{kind: list(losses) for kind, (losses, _) in random_sentences.KINDS.items()},
 }
 #: PEFT's methods by the names of their configs, with what a small model needs.
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -206,13 +209,13 @@ def drawn(seed: int, only: str | None, model_type: str | None, dtypes: list[str]
     from transformers.models.auto import modeling_auto
 
     rng = random.Random(seed)
-    kind = only or rng.choice(["sft", "sft", "dpo", "grpo", "causal", "causal", *OWN])
-    task = kind if kind in TASKS else "sequences" if kind == "reward" else "causal"
-    names = sorted(getattr(modeling_auto, f"MODEL_FOR_{TASKS[task][0]}_MAPPING_NAMES"))
+    kind = only or rng.choice(["sft", "sft", "dpo", "grpo", "causal", "causal", "embeddings", *OWN])
+    names = sorted(getattr(modeling_auto, f"MODEL_FOR_{task_of(kind)[0]}_MAPPING_NAMES"))
     often = ["llama", "qwen3", "gemma2", "qwen3_moe", "mistral", "gpt2", "gemma3_text", "qwen2", "phi3", "opt", "bert"]
     chosen = model_type or rng.choice(rng.choice([names, [name for name in often if name in names] or names]))
     options = {name: rng.choice(values) for name, (p, values) in {**USUAL, **OWN[kind]}.items() if rng.random() < p}
     options.setdefault("optim", "sgd")
+    embeds = kind in random_sentences.KINDS
     if options.get("eval_strategy", "no") == "no":
         options.pop("eval_on_start", None)
     if not options.get("beta", kind != "grpo"):
@@ -224,7 +227,8 @@ def drawn(seed: int, only: str | None, model_type: str | None, dtypes: list[str]
         data=rng.choice(DATA.get(kind, ["rows"])),
         options=options,
         dtype=rng.choice(dtypes),
-        adapters=rng.choice([None, None, None, "lora", "lora", *ADAPTERS]),
+        # Those of Transformers, which Sentence Transformers asks for them, need a newer PEFT than there is.
+        adapters=None if embeds else rng.choice([None, None, None, "lora", "lora", *ADAPTERS]),
         graphs=rng.choice([True, True, "auto", False]),
         attention=rng.choice([None, None, None, "sdpa", "eager"]),
         resumes=rng.random() < 0.15,
@@ -232,24 +236,30 @@ def drawn(seed: int, only: str | None, model_type: str | None, dtypes: list[str]
     )
 
 
+def task_of(kind: str) -> tuple[str, str]:
+    """Transformers' table of the models of a run's kind, and the class that makes one."""
+    if kind in random_sentences.KINDS:
+        return random_sentences.KINDS[kind][1]
+    return TASKS[kind if kind in TASKS else "sequences" if kind == "reward" else "causal"]
+
+
 def save_model(run: Run, folder: Path, weights: int) -> None:
     """Without dropout, whose numbers would be others."""
     import transformers
 
     torch.manual_seed(weights)
-    task = run.kind if run.kind in TASKS else "sequences" if run.kind == "reward" else "causal"
-    more = {"num_labels": 1} if run.kind == "reward" else {}
+    more = {"num_labels": 1} if run.kind in ("reward", "cross") else {}
     config = small.small_config(run.model_type, **run.changes, **more)
-    model: Any = getattr(transformers, TASKS[task][1]).from_config(config, dtype=torch.float32)
+    model: Any = getattr(transformers, task_of(run.kind)[1]).from_config(config, dtype=torch.float32)
     random_models.undropped(small.prepared(model)).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
 
 
 def load(run: Run, folder: Path, dtype: torch.dtype) -> Any:
     import transformers
 
-    task = run.kind if run.kind in TASKS else "sequences" if run.kind == "reward" else "causal"
     more = {"attn_implementation": run.attention} if run.attention else {}
-    model = getattr(transformers, TASKS[task][1]).from_pretrained(folder, dtype=dtype, **more)
+    model = getattr(transformers, task_of(run.kind)[1]).from_pretrained(folder, dtype=dtype, **more)
     if dtype == torch.float64:
         with contextlib.suppress(AttributeError, ValueError):
             model.set_experts_implementation("eager")  # others have no float64

@@ -30,11 +30,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import random_models
+import random_sentences
 import torch
 from random_models import TASKS, Unusable, all_ways
 from random_runs import OWN, Run, drawn, load, peft_config, rows_of, save_model, tokenizer, tokens_of
@@ -134,6 +136,8 @@ def config_of(run: Run, cls: Any, folder: Path) -> Any:
 
 def trainer_of(run: Run, folder: Path, out: Path, dtype: torch.dtype, seed: int) -> Any:
     rng = random.Random(~seed)
+    if run.kind in random_sentences.KINDS:
+        return random_sentences.trainer_of(run, folder, dtype, rng, partial(config_of, run, folder=out))
     model = load(run, folder, dtype)
     if run.kind in TASKS:
         return _own_trainer(run, model, out, rng)

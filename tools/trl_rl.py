@@ -255,7 +255,7 @@ def told(options: argparse.Namespace) -> dict[str, Any]:
         "shape": options.shape,
         "batch": options.batch,
         "length": options.length,
-        "checkpointing": not options.no_checkpointing,
+        "checkpointing": not options.no_checkpointing and options.trainer != "trainer",
         "lora": options.lora,
         "autocast": not options.no_autocast,
         "float32": options.float32,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 import bastile
 import test_chunked_attention as pictures
@@ -84,6 +85,19 @@ def test_any_padding(model_type: str, kind: str) -> None:
     passes, attentions = assert_as_stock(model_of(model_type), of_kind(kind))
     assert passes == 1
     assert attentions > 0
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("implementation", CheckpointImpl)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_layers_within_pytorch_s_wrappers(model_type: str, implementation: CheckpointImpl, kind: str) -> None:
+    """As Accelerate's FSDP plugin checkpoints them."""
+    model = model_of(model_type)
+    layers = model.model.layers
+    for i, layer in enumerate(layers):
+        layers[i] = checkpoint_wrapper(layer, implementation)
+    passes, _ = assert_as_stock(model, of_kind(kind))
+    assert passes == 1
 
 
 @pytest.mark.parametrize("model_type", NOT)

@@ -3,6 +3,7 @@ DeepSpeed's ZeRO-2 and -3. The fused loss runs, norms, rotary and MLP too, with 
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import bastile
-from bastile.models import small
+from bastile.models import sdpa, side_by_side, small
 from processes import on_processes, zero_config
 from test_tensor_parallel import PROCESSES, near, step
 
@@ -41,20 +42,22 @@ def fully_sharded(model: Any) -> Any:
     return fully_shard(model)
 
 
-def sharded_by_accelerate(model: Any) -> Any:
+def sharded_by_accelerate(model: Any, **options: bool) -> Any:
     """Its FSDP2, which makes units of its own: the embedding; the last norm and the head. On CPUs Accelerate does not
     choose it by itself."""
     from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
         cpu_ram_efficient_loading=False,
+        **options,
     )
-    state = SimpleNamespace(fsdp_plugin=plugin)
-    return fsdp2_prepare_model(SimpleNamespace(state=state, mixed_precision="no", is_main_process=True), model)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=True)
+    model = fsdp2_apply_ac(accelerator, model) if plugin.activation_checkpointing else model
+    return fsdp2_prepare_model(accelerator, model)
 
 
 def with_fsdp2(rank: int, way: Any, wants: dict[str, Any]) -> None:
@@ -105,6 +108,43 @@ def on_two_processes(folder: Path, function: Any, way: Any, types: list[str]) ->
 @pytest.mark.parametrize("way", [fully_sharded, sharded_by_accelerate])
 def test_fsdp2(way: Any, tmp_path: Path) -> None:
     on_two_processes(tmp_path, with_fsdp2, way, list(TYPES))
+
+
+def padded_step(model: Any, padding: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ids = torch.arange(3 * 17).view(3, 17) * 7 % 90 + 3
+    mask = torch.ones_like(ids)
+    mask[:2, 17 - padding :] = 0
+    model.zero_grad()
+    loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+    loss.backward()
+    named = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
+    return loss.detach(), {name: p.grad for name, p in named.items() if p.grad is not None}
+
+
+def padded(rank: int, options: dict[str, bool], want: Any) -> None:
+    """Of float32 and few tokens, too. What its attention takes shows in a first step."""
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(sdpa, "TYPES", (*sdpa.TYPES, torch.float32))
+    monkeypatch.setattr(side_by_side, "_LEAST_STEP", 2)
+    bastile.apply()
+    model = sharded_by_accelerate(small.small_model("llama"), **options)
+    padded_step(model, 0)
+    loss, gradients = padded_step(model, 7)
+    assert_ran({"padding_free": 1})
+    near(loss, want[0])
+    assert gradients.keys() == want[1].keys()
+    for name, gradient in gradients.items():
+        near(gradient.full_tensor(), want[1][name])
+
+
+@pytest.mark.parametrize("also", [[], ["activation_checkpointing_offload"]], ids=str)
+def test_padding_of_layers_that_accelerate_checkpoints(also: list[str], tmp_path: Path) -> None:
+    from accelerate import FullyShardedDataParallelPlugin
+
+    options = dict.fromkeys(["activation_checkpointing", *also], True)
+    if not options.keys() <= inspect.signature(FullyShardedDataParallelPlugin).parameters.keys():
+        pytest.skip("of newer releases of Accelerate")
+    on_processes(PROCESSES, tmp_path, padded, options, padded_step(small.small_model("llama"), 7))
 
 
 @pytest.mark.parametrize(("stage", "at_a_time"), [(2, MANY), (3, MANY), (3, FEW)])

@@ -3,6 +3,7 @@ a layer would keep without it shows where it is run again in a backward pass."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,7 @@ _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward pass
 #: Of the memory that is there: so much may be in use before it is called tight.
 _SHARE = 0.9
 _GIB = 1 << 30
+_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 
 class _Seen:
@@ -55,6 +57,14 @@ def is_layer(module: nn.Module) -> bool:
     cls = type(module)
     named = cls.__module__.startswith("transformers.models.") and cls.__name__.endswith(("Layer", "Block"))
     return named and not any(isinstance(each, _BatchNorm) for each in module.modules())
+
+
+def unwrapped(layer: nn.Module) -> nn.Module:
+    """What PyTorch's wrappers for modules that are checkpointed or offloaded have in them; any other module itself."""
+    wrapper = getattr(sys.modules.get(_WRAPPERS), "ActivationWrapper", None)
+    while wrapper and isinstance(layer, wrapper):
+        layer = layer._modules["_checkpoint_wrapped_module"]
+    return layer
 
 
 @contextmanager

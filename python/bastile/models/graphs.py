@@ -21,7 +21,7 @@ from bastile.graphs.unread import are_named, without
 from bastile.guards import stock_of
 from bastile.models import generation, sdpa
 from bastile.models.backbone import backbones
-from bastile.models.checkpoints import is_layer
+from bastile.models.checkpoints import is_layer, unwrapped
 from bastile.models.masks import with_positions
 from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.sites import ModelFile, Site, calls
@@ -61,9 +61,21 @@ def stacks(file: ModelFile) -> Iterator[type]:
 
 def layers_of(module: nn.Module) -> nn.ModuleList | None:
     """A list of Transformers' layers that it has; None where there is none, or more than one."""
-    lists = [module._modules.get(name) for name in _LISTS]
-    found = [each for each in lists if isinstance(each, nn.ModuleList) and len(each) and is_layer(each[0])]
+    found = [each for each in _lists_of(module) if is_layer(each[0])]
     return found[0] if len(found) == 1 else None
+
+
+def wrapped_layers_of(module: nn.Module) -> list[nn.Module]:
+    """The same, and where FSDP's plugin has put each within a wrapper that checkpoints it, what is in there. Empty:
+    there are none."""
+    lists = [[unwrapped(layer) for layer in each] for each in _lists_of(module)]
+    found = [layers for layers in lists if is_layer(layers[0])]
+    return found[0] if len(found) == 1 else []
+
+
+def _lists_of(module: nn.Module) -> list[nn.ModuleList]:
+    lists = [module._modules.get(name) for name in _LISTS]
+    return [each for each in lists if isinstance(each, nn.ModuleList) and len(each)]
 
 
 def set_everywhere(mode: Mode) -> None:

@@ -18,7 +18,7 @@ from bastile.graphs.longer import are_of_rows
 from bastile.graphs.watch import HOOKS
 from bastile.models import padding, sdpa
 from bastile.models.changes import Hooks
-from bastile.models.graphs import layers_of, may_have_graphs
+from bastile.models.graphs import may_have_graphs, wrapped_layers_of
 from bastile.models.mixers import mixers_of
 from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.side_by_side import STEPS, STEPS_OF_GRAPHS, Numbers, SideBySide, few, pays
@@ -39,7 +39,7 @@ class Known:
     """Of one backbone, or of what has layers within one."""
 
     def __init__(self, module: nn.Module, causal: bool, is_backbone: bool) -> None:
-        found = list(layers_of(module) or ())
+        found = wrapped_layers_of(module)
         modules = list(module.modules())[1:]
         attentions = attentions_of(found)
         #: Of the first attention, which knows what attends.
