@@ -33,6 +33,8 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import bastile
 from bastile.graphs import conditions
@@ -117,6 +119,7 @@ class Way:
     everywhere: bool = False  # by apply(), not apply_to_model()
     attention: str | None = None
     reentrant: bool | None = None  # None: not checkpointed
+    wrapped: bool = False  # by PyTorch's wrapper around each layer, as FSDP's plugins have it
     adapters: str | None = None
     share: float = 1.0  # of the kinds of linear layers, that have adapters
     frozen: str | None = None
@@ -177,7 +180,9 @@ def drawn(seed: int, task: str | None, only: str | None, dtype: str | None, dtyp
         evaluates=rng.random() < 0.2,
         reads_logits=rng.random() < 0.15,
     )
-    return Case(task, model_type, changed(rng, model_type), way)
+    changes = changed(rng, model_type)
+    way.wrapped = way.reentrant is not None and rng.random() < 0.3
+    return Case(task, model_type, changes, way)
 
 
 def changed(rng: random.Random, model_type: str) -> dict[str, Any]:
@@ -213,15 +218,23 @@ def model_of(case: Case, rng: random.Random, device: torch.device, weights: int)
         model.set_attn_implementation(way.attention)
     if way.adapters is not None:
         model = adapted(model, way, rng)
-    if way.reentrant is not None:
+    if way.wrapped:
+        _wrap(model, CheckpointImpl.REENTRANT if way.reentrant else CheckpointImpl.NO_REENTRANT)
+    elif way.reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": way.reentrant})
-        if way.reentrant:
-            model.enable_input_require_grads()
+    if way.reentrant:
+        model.enable_input_require_grads()
     for name, parameter in model.named_parameters():
         parts = {"half": rng.random() < 0.5, "backbone": "head" not in name and "lora" not in name}
         if way.frozen is not None and parts.get(way.frozen, way.frozen in name):
             parameter.requires_grad_(False)
     return model.to(device, TYPES[way.dtype]).train()
+
+
+def _wrap(model: Any, implementation: CheckpointImpl) -> None:
+    for name, module in list(model.named_modules()):
+        if isinstance(module, GradientCheckpointingLayer):
+            model.set_submodule(name, checkpoint_wrapper(module, implementation))
 
 
 def undropped(model: Any) -> Any:

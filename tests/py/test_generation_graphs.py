@@ -394,6 +394,27 @@ def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted() == (0, {why: 1})
 
 
+class MayBeLeftOut(torch.nn.Module):
+    """As PEFT's LoHa and LoKr decide it, with module_dropout."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x) * (1 if torch.rand(1) > 0.5 else 2)
+
+
+def test_what_the_host_draws_is_drawn_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_CUDA:  # where both draw from one generator
+        of_host = lambda device: conditions.random_state(torch.device("cpu"))  # noqa: E731
+        monkeypatch.setattr(conditions, "host_random_state", of_host)
+    model = small_one("qwen3")
+    for layer in model.model.layers:
+        layer.mlp.act_fn = MayBeLeftOut()
+    torch.manual_seed(3)
+    want = stock(model)
+    torch.manual_seed(3)
+    assert torch.equal(generated(model), want)
+    assert counted() == (0, {"the call for one token cannot be captured: the host draws random numbers within it": 1})
+
+
 def test_arguments_that_change_from_token_to_token() -> None:
     model = small_one("qwen3")
     want = stock(model)

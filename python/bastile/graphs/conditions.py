@@ -144,9 +144,15 @@ def keeps_random_state(layer: Any) -> bool:
 
 
 def random_state(device: torch.device) -> Any:
-    """Grows when random numbers are drawn."""
+    """Another one when random numbers have been drawn."""
     generator = generator_of(device)
-    return generator.get_offset() if device.type == "cuda" else generator.get_state().sum().item()
+    return generator.get_offset() if device.type == "cuda" else hash(generator.get_state().numpy().tobytes())
+
+
+def host_random_state(device: torch.device) -> Any:
+    """The same of numbers that the host draws, for a decision that a graph would repeat; None where what the device
+    draws from is the host's."""
+    return None if device.type == "cpu" else random_state(torch.device("cpu"))
 
 
 def _recorder_for(device: torch.device) -> Recorder | None:

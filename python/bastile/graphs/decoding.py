@@ -105,6 +105,8 @@ class Decoding:
         self.places = [Place(signature(tensor)) for tensor in tensors]
         arguments = {**rebuilt(structure, [place.tensor for place in self.places]), self.name: self.cache}
         returned: list[Any] = []
+        device = tensors[0].device
+        of_host, generator = conditions.host_random_state(device), torch.get_rng_state()
 
         def call() -> list[torch.Tensor | None]:
             returned[:] = [self.model(**arguments)]
@@ -113,6 +115,10 @@ class Decoding:
         with self.shelf.recorder.recording():
             # The one before holds the pool until this one does.
             self.shelf.graph, made = self.shelf.recorder.record(call)
+            host_draws = conditions.host_random_state(device) != of_host
+        if host_draws:
+            torch.set_rng_state(generator)
+            raise CannotCapture("the host draws random numbers within it")
         self.outputs = copy.copy(returned[0])
         for name, tensor in zip(_tensors_of(returned[0], self.cache), made, strict=True):
             self.outputs[name] = tensor

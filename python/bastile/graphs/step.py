@@ -411,6 +411,7 @@ class _Noting:
         self.of_routers = 0  # so many logits had been, before the layer that is called
         self.given: Given | None = None
         self.random = conditions.random_state(device)
+        self.of_host: Any = None  # the state of its generator, before the layer that is called
         self.before: list[tuple[Mapping[Any, Any], dict[Any, Any]]] = []  # what is called has been given, as it was
 
     def call(self, given: Given, checkpoints: bool, args: Any, kwargs: Any) -> None:
@@ -425,6 +426,7 @@ class _Noting:
         chained = hidden is self.output
         self.before = [(each, dict(each)) for each in (*args[1:], *kwargs.values()) if isinstance(each, Mapping)]
         self.of_routers = len(collected.of_routers())
+        self.of_host = conditions.host_random_state(self.device)
         self.calls.append(Call(structure, signature(hidden), hidden.requires_grad, chained, checkpoints))
 
     def returned(self, given: Given, output: Any, is_last: bool) -> Any:
@@ -436,6 +438,8 @@ class _Noting:
         try:
             if self._has_left_something():
                 raise CannotCapture("layers that leave something for others in a dictionary")
+            if conditions.host_random_state(self.device) != self.of_host:
+                raise CannotCapture("layers within which the host draws random numbers")
             others = others_of(output, given)
         except CannotCapture as reason:
             self.calls[-1] = replace(self.calls[-1], against=str(reason))
