@@ -1,6 +1,7 @@
 """Random models, batches and ways to train them: whether bastile.apply() changes what stock Transformers computes.
 
     python tools/random_models.py [--seed 1] [--seconds 600 | --count 100] [--only llama] [--dtype bfloat16] [--cpu]
+        [--says]
 
 Each number, from --seed on, is a case of its own: a small model of any type that has a causal language model, or of
 another task, with some of its config's values changed; batches with padding, packed, with holes, of several lengths;
@@ -17,21 +18,17 @@ import argparse
 import contextlib
 import copy
 import inspect
-import json
-import logging
 import random
 import sys
-import time
 import traceback
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
+from random_cases import Unusable, add_options, tell
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -151,10 +148,6 @@ class Trained:
         apart = sum(float((g - of.gradients[name]).square().sum()) for name, g in self.gradients.items())
         size = sum(float(g.square().sum()) for g in of.gradients.values())
         return float(losses), (apart / max(size, 1e-6)) ** 0.5
-
-
-class Unusable(Exception):
-    """What has been drawn is no model, or stock Transformers cannot train it."""
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------
@@ -464,40 +457,9 @@ def all_ways(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _fails(seed: int, case: Case, device: torch.device, weights: int) -> bool:
-    try:
-        return judged(seed, case, device, weights)["verdict"] != "the same"
-    except Unusable:
-        return False
-
-
-def run(
-    seeds: Iterator[int], draw: Callable[[int], Case], device: torch.device, told: Callable[[dict[str, Any]], None]
-) -> Counter[str]:
-    """told: of each case that failed."""
-    counts: Counter[str] = Counter()
-    for seed in seeds:
-        try:
-            case = draw(seed)
-            found = judged(seed, case, device)
-        except Unusable:
-            counts["not to be trained"] += 1
-            continue
-        if found["verdict"] == "differs" and not any(_fails(seed, case, device, weights) for weights in (1, 2)):
-            found["verdict"] = "the same, but for luck"
-        counts[found["verdict"]] += 1
-        counts["with graphs"] += bool(found.get("graphs"))
-        if found["verdict"] in ("differs", "raises"):
-            told({"seed": seed, **asdict(case), **found})
-    return counts
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="the first case (default: 1)")
-    much = parser.add_mutually_exclusive_group()
-    much.add_argument("--seconds", type=float, default=600.0, help="begin no case after so many (default: 600)")
-    much.add_argument("--count", type=int, help="so many cases")
+    add_options(parser)
     parser.add_argument("--task", choices=TASKS, help="of this task only")
     parser.add_argument("--only", metavar="TYPE", help="of this model type only")
     parser.add_argument("--dtype", choices=TYPES, help="of this type only (default on a CPU: float32)")
@@ -505,29 +467,12 @@ def main() -> int:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() and not options.cpu else "cpu")
     dtypes = list(TYPES) if device.type == "cuda" else ["float32"]
-    end = time.monotonic() + options.seconds
-
-    def seeds() -> Iterator[int]:
-        seed = options.seed
-        while seed < options.seed + options.count if options.count else time.monotonic() < end:
-            yield seed
-            seed += 1
-
-    def draw(seed: int) -> Case:
-        return drawn(seed, options.task, options.only, options.dtype, dtypes)
-
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    failed: list[dict[str, Any]] = []
-
-    def told(found: dict[str, Any]) -> None:
-        failed.append(found)
-        print(json.dumps(found, default=str), flush=True)
-
     with all_ways(device):
-        counts = run(seeds(), draw, device, told)
-    print(json.dumps(counts))
-    return 1 if failed else 0
+        return tell(
+            options,
+            lambda seed: drawn(seed, options.task, options.only, options.dtype, dtypes),
+            lambda seed, case, weights: judged(seed, case, device, weights),
+        )
 
 
 if __name__ == "__main__":

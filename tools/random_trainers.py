@@ -15,21 +15,15 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import itertools
-import json
-import logging
 import math
 import random
 import shutil
 import sys
 import tempfile
-import time
 import traceback
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -38,7 +32,8 @@ from typing import Any
 import random_models
 import random_sentences
 import torch
-from random_models import TASKS, Unusable, all_ways
+from random_cases import Unusable, add_options, tell
+from random_models import TASKS, all_ways
 from random_runs import OWN, Run, drawn, load, peft_config, rows_of, save_model, tokenizer, tokens_of
 
 import bastile
@@ -271,80 +266,33 @@ def judged(seed: int, run: Run, weights: int = 0) -> dict[str, Any]:
     is_same = random_models.is_as_exact(errors["bastile"], errors["stock"], rounds)
     if rounds == "bfloat16" and run.kind in _DRAW:  # rounding says which token is drawn
         is_same = all(bool(weight.isfinite().all()) for weight in own.weights.values())
-    found: dict[str, Any] = {"verdict": "the same" if is_same else "differs", **errors}
+    found: dict[str, Any] = {"kind": run.kind, "verdict": "the same" if is_same else "differs", **errors}
     if not is_same:
         found["apart"] = own.worst(truth)
     found["graphs"] = bastile.report().ran("cuda_graphs")
     return found
 
 
-def _fails(seed: int, run: Run, weights: int) -> bool:
-    try:
-        return judged(seed, run, weights)["verdict"] != "the same"
-    except Unusable:
-        return False
-
-
-def look(
-    seeds: Iterator[int], draw: Callable[[int], Run], told: Callable[[dict[str, Any]], None], says: bool
-) -> Counter[str]:
-    """told: of each run that failed. says: why one cannot be judged."""
-    counts: Counter[str] = Counter()
-    for seed in seeds:
-        try:
-            with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-                run = draw(seed)
-                found = judged(seed, run)
-                if found["verdict"] == "differs" and not any(_fails(seed, run, weights) for weights in (1, 2)):
-                    found["verdict"] = "the same, but for luck"
-        except Unusable as error:
-            if "CUDA error" in str(error):
-                raise
-            counts["not to be trained"] += 1
-            if says:
-                print(f"{seed}: {str(error)[:300]}", file=sys.stderr)
-            continue
-        counts[found["verdict"]] += 1
-        counts[run.kind] += 1
-        counts["with graphs"] += bool(found.get("graphs"))
-        if found["verdict"] in ("differs", "raises"):
-            told({"seed": seed, **asdict(run), **found})
-    return counts
+def quietly_judged(seed: int, run: Run, weights: int = 0) -> dict[str, Any]:
+    """Without what trainers print."""
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        return judged(seed, run, weights)
 
 
 def main() -> int:
+    import datasets
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=1, help="the first run (default: 1)")
-    much = parser.add_mutually_exclusive_group()
-    much.add_argument("--seconds", type=float, default=600.0, help="begin no run after so many (default: 600)")
-    much.add_argument("--count", type=int, help="so many runs")
+    add_options(parser)
     parser.add_argument("--only", choices=OWN, help="runs of this trainer only")
     parser.add_argument("--type", metavar="TYPE", help="of this model type only")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="loaded in this type (default: float32)")
-    parser.add_argument("--says", action="store_true", help="say why a run cannot be judged")
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    end = time.monotonic() + options.seconds
-    numbers = range(options.seed, options.seed + options.count) if options.count else itertools.count(options.seed)
-    seeds = itertools.takewhile(lambda _: options.count or time.monotonic() < end, numbers)
-
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    import datasets
-
     datasets.disable_progress_bars()
-    failed: list[dict[str, Any]] = []
-
-    def told(found: dict[str, Any]) -> None:
-        failed.append(found)
-        print(json.dumps(found, default=str), flush=True)
-
-    with all_ways(device):
-        counts = look(
-            seeds, lambda n: drawn(n, options.only, options.type, [options.dtype or "float32"]), told, options.says
+    with all_ways(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+        return tell(
+            options, lambda seed: drawn(seed, options.only, options.type, [options.dtype or "float32"]), quietly_judged
         )
-    print(json.dumps(counts))
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":

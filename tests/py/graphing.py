@@ -145,3 +145,19 @@ def assert_stock_gradients(model: Any, *steps: int) -> None:
     assert got.keys() == want.keys()
     assert all(torch.equal(got[name], gradient) for name, gradient in want.items())
     bastile.apply(cuda_graphs=True)
+
+
+class MayBeLeftOut(nn.Module):
+    """An activation that is one of two as the host draws it: so PEFT's LoHa and LoKr decide, with module_dropout."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x) * (1 if torch.rand(1) > 0.5 else 2)
+
+
+def the_host_draws(monkeypatch: Any, model: Any) -> None:
+    """In each layer of this model, and apart from the device, which on a CPU it does not."""
+    if not ON_CUDA:
+        of_host = lambda device: conditions.random_state(torch.device("cpu"))  # noqa: E731
+        monkeypatch.setattr(conditions, "host_random_state", of_host)
+    for layer in model.model.layers:
+        layer.mlp.act_fn = MayBeLeftOut()

@@ -21,7 +21,7 @@ from bastile.graphs.recorder import RepeatingRecorder
 from bastile.models import generation, small
 from bastile.models.sites import ModelFile
 from conftest import DENSE, modeling, older_than, tiny_batch, tiny_model
-from graphing import DEVICE, ON_CUDA, allow_graphs
+from graphing import DEVICE, ON_CUDA, allow_graphs, the_host_draws
 from oracle import few_examples
 
 #: In releases before that, `generate` leaves the cache to the model, and nothing is captured.
@@ -394,20 +394,9 @@ def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted() == (0, {why: 1})
 
 
-class MayBeLeftOut(torch.nn.Module):
-    """As PEFT's LoHa and LoKr decide it, with module_dropout."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.silu(x) * (1 if torch.rand(1) > 0.5 else 2)
-
-
 def test_what_the_host_draws_is_drawn_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not ON_CUDA:  # where both draw from one generator
-        of_host = lambda device: conditions.random_state(torch.device("cpu"))  # noqa: E731
-        monkeypatch.setattr(conditions, "host_random_state", of_host)
     model = small_one("qwen3")
-    for layer in model.model.layers:
-        layer.mlp.act_fn = MayBeLeftOut()
+    the_host_draws(monkeypatch, model)
     torch.manual_seed(3)
     want = stock(model)
     torch.manual_seed(3)

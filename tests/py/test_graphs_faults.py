@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import bastile
-from bastile.graphs import captured, conditions, recorder
+from bastile.graphs import captured, recorder
 from bastile.graphs import stack as stacks
 from conftest import tiny_model
 from graphing import (
@@ -29,6 +29,7 @@ from graphing import (
     model_with_graphs,
     pretend_cuda,
     stock_gradients,
+    the_host_draws,
 )
 
 
@@ -54,20 +55,9 @@ class _Asks(nn.Module):
         return torch.nn.functional.silu(x) * (1 if x.sum().item() else 2)
 
 
-class _MayBeLeftOut(nn.Module):
-    """As PEFT's LoHa and LoKr decide it, with module_dropout."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.silu(x) * (1 if torch.rand(1) > 0.5 else 2)
-
-
 def test_what_the_host_draws_is_drawn_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not ON_CUDA:  # where both draw from one generator
-        of_host = lambda device: conditions.random_state(torch.device("cpu"))  # noqa: E731
-        monkeypatch.setattr(conditions, "host_random_state", of_host)
     model = tiny_model()
-    for layer in model.model.layers:
-        layer.mlp.act_fn = _MayBeLeftOut()
+    the_host_draws(monkeypatch, model)
     got = assert_alike(model, 0)
     assert list(got.aside) == ["layers within which the host draws random numbers"]
 

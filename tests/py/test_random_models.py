@@ -15,6 +15,7 @@ from conftest import older_than
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import random_models
+from random_cases import look
 from random_models import Case, Way
 
 pytestmark = pytest.mark.skipif(older_than("5.24"), reason="its cases are of one release's models")
@@ -28,8 +29,9 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 def found(seeds: range, draw: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
     failed: list[dict[str, Any]] = []
+    judge = lambda seed, case, weights: random_models.judged(seed, case, CPU, weights)  # noqa: E731
     with random_models.all_ways(CPU):
-        counts = random_models.run(iter(seeds), draw, CPU, failed.append)
+        counts = look(iter(seeds), draw, judge, failed.append)
     return failed, counts
 
 

@@ -19,6 +19,7 @@ pytest.importorskip("peft")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import random_models
 import random_trainers
+from random_cases import look
 from random_runs import Run, drawn
 from random_trainers import Ran
 
@@ -37,7 +38,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 def found(seeds: range, draw: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
     failed: list[dict[str, Any]] = []
     with random_models.all_ways(CPU):
-        counts = random_trainers.look(iter(seeds), draw, failed.append, False)
+        counts = look(iter(seeds), draw, random_trainers.quietly_judged, failed.append)
     return failed, counts
 
 
