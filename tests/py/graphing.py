@@ -155,9 +155,14 @@ class MayBeLeftOut(nn.Module):
 
 
 def the_host_draws(monkeypatch: Any, model: Any) -> None:
-    """In each layer of this model, and apart from the device, which on a CPU it does not."""
+    """In each layer of this model."""
+    host_is_apart(monkeypatch)
+    for layer in model.model.layers:
+        layer.mlp.act_fn = MayBeLeftOut()
+
+
+def host_is_apart(monkeypatch: Any) -> None:
+    """From the device, which on a CPU draws what the host draws."""
     if not ON_CUDA:
         of_host = lambda device: conditions.random_state(torch.device("cpu"))  # noqa: E731
         monkeypatch.setattr(conditions, "host_random_state", of_host)
-    for layer in model.model.layers:
-        layer.mlp.act_fn = MayBeLeftOut()

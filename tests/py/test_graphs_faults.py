@@ -25,6 +25,7 @@ from graphing import (
     assert_alike,
     batch_of,
     counted,
+    host_is_apart,
     loss_of,
     model_with_graphs,
     pretend_cuda,
@@ -60,6 +61,17 @@ def test_what_the_host_draws_is_drawn_in_each_step(monkeypatch: pytest.MonkeyPat
     the_host_draws(monkeypatch, model)
     got = assert_alike(model, 0)
     assert list(got.aside) == ["layers within which the host draws random numbers"]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_adapters_that_the_host_may_leave_out(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT's LoHa draws for those that never are, too: they keep their graphs."""
+    peft = pytest.importorskip("peft")
+    host_is_apart(monkeypatch)
+    config = peft.LoHaConfig(r=4, target_modules="all-linear", module_dropout=rate, init_weights=False)
+    got = assert_alike(peft.get_peft_model(tiny_model(), config), None)
+    assert (got.replayed > 0) is (rate == 0)
+    assert ("layers within which the host draws random numbers" in got.aside) is (rate > 0)
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="waits for a GPU")

@@ -155,6 +155,14 @@ def host_random_state(device: torch.device) -> Any:
     return None if device.type == "cpu" else random_state(torch.device("cpu"))
 
 
+def host_decides(module: nn.Module) -> bool:
+    """Whether what the host has drawn within this may matter. PEFT's LoHa and LoKr draw for adapters, too, that are never
+    left out."""
+    rates = [vars(each).get(name) for each in module.modules() for name in ("module_dropout", "rank_dropout")]
+    known = [each for each in rates if isinstance(each, dict)]
+    return not known or any(rate for each in known for rate in each.values())
+
+
 def _recorder_for(device: torch.device) -> Recorder | None:
     return CudaRecorder(device) if device.type == "cuda" else None
 

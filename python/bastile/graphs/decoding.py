@@ -116,7 +116,7 @@ class Decoding:
             # The one before holds the pool until this one does.
             self.shelf.graph, made = self.shelf.recorder.record(call)
             host_draws = conditions.host_random_state(device) != of_host
-        if host_draws:
+        if host_draws and conditions.host_decides(self.model):
             torch.set_rng_state(generator)
             raise CannotCapture("the host draws random numbers within it")
         self.outputs = copy.copy(returned[0])

@@ -148,7 +148,7 @@ class Step:
                 self._give_up(str(reason))
         output = self._itself(index, args, kwargs)
         if self.noting is not None:
-            return self.noting.returned(self.given, output, is_last=index + 1 == len(self.layers))
+            return self.noting.returned(self.given, output, self.layers[index], is_last=index + 1 == len(self.layers))
         return output
 
     def _itself(self, index: int, args: Any, kwargs: Any) -> Any:
@@ -429,8 +429,8 @@ class _Noting:
         self.of_host = conditions.host_random_state(self.device)
         self.calls.append(Call(structure, signature(hidden), hidden.requires_grad, chained, checkpoints))
 
-    def returned(self, given: Given, output: Any, is_last: bool) -> Any:
-        """By the layer that was called last. What takes the place of it, by which others are seen to look at it."""
+    def returned(self, given: Given, output: Any, layer: Any, is_last: bool) -> Any:
+        """By the layer, which was called last. What takes the place of it, by which others are seen to look at it."""
         self.output = hidden = hidden_of(output)
         index = len(self.calls) - 1
         if collected.has(hidden):
@@ -438,7 +438,7 @@ class _Noting:
         try:
             if self._has_left_something():
                 raise CannotCapture("layers that leave something for others in a dictionary")
-            if conditions.host_random_state(self.device) != self.of_host:
+            if conditions.host_random_state(self.device) != self.of_host and conditions.host_decides(layer):
                 raise CannotCapture("layers within which the host draws random numbers")
             others = others_of(output, given)
         except CannotCapture as reason:
