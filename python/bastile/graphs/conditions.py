@@ -156,8 +156,8 @@ def host_random_state(device: torch.device) -> Any:
 
 
 def host_decides(module: nn.Module) -> bool:
-    """Whether what the host has drawn within this may matter. PEFT's LoHa and LoKr draw for adapters, too, that are never
-    left out."""
+    """Whether what the host has drawn within this may matter. PEFT's LoHa and LoKr draw for adapters that never are
+    left out, too."""
     rates = [vars(each).get(name) for each in module.modules() for name in ("module_dropout", "rank_dropout")]
     known = [each for each in rates if isinstance(each, dict)]
     return not known or any(rate for each in known for rate in each.values())
