@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -24,13 +24,15 @@ Judge = Callable[[int, Any, int], dict[str, Any]]
 
 
 def look(
-    seeds: Iterator[int],
+    seeds: Iterable[int],
     draw: Callable[[int], Any],
     judge: Judge,
-    told: Callable[[dict[str, Any]], None],
+    told: Callable[[dict[str, Any]], None] = lambda found: None,
     says: bool = False,
-) -> Counter[str]:
-    """How many cases there were of each kind. told: of each that failed. says: why one cannot be judged."""
+) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """What failed, of which is told at once, and how many cases there were of each kind. says: why one cannot be
+    judged."""
+    failed: list[dict[str, Any]] = []
     counts: Counter[str] = Counter()
     for seed in seeds:
         try:
@@ -50,8 +52,9 @@ def look(
             counts[found["kind"]] += 1
         counts["with graphs"] += bool(found.get("graphs"))
         if found["verdict"] in ("differs", "raises"):
-            told({"seed": seed, **asdict(case), **found})
-    return counts
+            failed.append({"seed": seed, **asdict(case), **found})
+            told(failed[-1])
+    return failed, counts
 
 
 def _fails(seed: int, case: Any, judge: Judge, weights: int) -> bool:
@@ -76,11 +79,7 @@ def tell(options: argparse.Namespace, draw: Callable[[int], Any], judge: Judge) 
     seeds = itertools.takewhile(lambda _: options.count or time.monotonic() < end, numbers)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    failed: list[dict[str, Any]] = []
-
-    def told(found: dict[str, Any]) -> None:
-        failed.append(found)
-        print(json.dumps(found, default=str), flush=True)
-
-    print(json.dumps(look(seeds, draw, judge, told, options.says)))
+    told = lambda found: print(json.dumps(found, default=str), flush=True)  # noqa: E731
+    failed, counts = look(seeds, draw, judge, told, options.says)
+    print(json.dumps(counts))
     return 1 if failed else 0

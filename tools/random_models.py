@@ -240,11 +240,19 @@ def undropped(model: Any) -> Any:
     return model
 
 
+def kinds_of_linear(model: nn.Module) -> list[str]:
+    """Names of linear layers, which nothing else in the model has; without those of heads."""
+    found: dict[str, set[bool]] = {}
+    for path, module in model.named_modules():
+        found.setdefault(path.split(".")[-1], set()).add(isinstance(module, nn.Linear))
+    linear = sorted(name for name, are in found.items() if are == {True})
+    return [name for name in linear if not any(part in name for part in ("head", "classifier", "score"))]
+
+
 def adapted(model: Any, way: Way, rng: random.Random) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    linear = {name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    kinds = sorted(name for name in linear if not any(part in name for part in ("head", "classifier", "score")))
+    kinds = kinds_of_linear(model)
     targets = rng.sample(kinds, max(1, int(way.share * len(kinds))))
     assert way.adapters is not None
     config = LoraConfig(

@@ -13,7 +13,7 @@ import random_models
 import random_sentences
 import torch
 from random_models import TASKS, VOCABULARY
-from torch import nn
+from random_sentences import text
 
 from bastile.models import small
 from bastile.sweep.trainer import tokenizer as words
@@ -274,11 +274,7 @@ def peft_config(run: Run, model: Any) -> Any:
     kinds = {"sequences": "SEQ_CLS", "reward": "SEQ_CLS", "tokens": "TOKEN_CLS", "seq2seq": "SEQ_2_SEQ_LM"}
     given = {"task_type": kinds.get(run.kind, "CAUSAL_LM" if run.kind != "masked" else None), **given}
     if run.adapters not in _WITHOUT_TARGETS:
-        kinds_of: dict[str, set[bool]] = {}
-        for path, module in model.named_modules():
-            kinds_of.setdefault(path.split(".")[-1], set()).add(isinstance(module, nn.Linear))
-        linear = sorted(name for name, are in kinds_of.items() if are == {True})
-        given["target_modules"] = [n for n in linear if not any(p in n for p in ("head", "classifier", "score"))]
+        given["target_modules"] = random_models.kinds_of_linear(model)
     elif run.adapters == "norms":
         given["target_modules"] = sorted({n.split(".")[-1] for n, _ in model.named_modules() if n.endswith("norm")})
     return getattr(peft, name)(**given)
@@ -295,22 +291,18 @@ def tokenizer() -> Any:
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _text(rng: random.Random, least: int, most: int) -> str:
-    return " ".join(f"w{rng.randrange(3, VOCABULARY)}" for _ in range(rng.randint(least, most)))
-
-
 def rows_of(run: Run, rng: random.Random) -> list[dict[str, Any]]:
     """Of TRL's: texts."""
 
     def row(number: int) -> dict[str, Any]:
-        prompt, answer = _text(rng, 2, 7), " " + _text(rng, 1, 14)
+        prompt, answer = text(rng, 2, 7), " " + text(rng, 1, 14)
         if run.data == "texts":
-            return {"text": _text(rng, 2, 24)}
+            return {"text": text(rng, 2, 24)}
         if run.data == "chats":
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer.strip()}]
             return {"messages": turns * (1 + number % 2)}
         if run.data == "pairs":
-            other = " " + _text(rng, 1, 14)
+            other = " " + text(rng, 1, 14)
             return {"prompt": prompt, "chosen": answer, "rejected": other}
         whole = {"prompt": prompt, "completion": answer, "label": number % 3 != 0}
         names = {"completions": ["prompt", "completion"], "labelled": list(whole), "prompts": ["prompt"]}[run.data]

@@ -56,20 +56,21 @@ OPTIONS: dict[str, tuple[float, list[Any]]] = {
 }
 
 
-def rows_of(kind: str, count: int, rng: random.Random) -> list[dict[str, Any]]:
-    def text() -> str:
-        return " ".join(f"w{rng.randrange(3, VOCABULARY)}" for _ in range(rng.randint(1, 20)))
+def text(rng: random.Random, least: int = 1, most: int = 20) -> str:
+    return " ".join(f"w{rng.randrange(3, VOCABULARY)}" for _ in range(rng.randint(least, most)))
 
+
+def rows_of(kind: str, count: int, rng: random.Random) -> list[dict[str, Any]]:
     def row(number: int) -> dict[str, Any]:
         if kind == "listed":
-            return {"query": text(), "docs": [text() for _ in range(3)], "labels": [1.0, 0.0, float(number % 2)]}
+            return {"query": text(rng), "docs": [text(rng) for _ in range(3)], "labels": [1.0, 0.0, float(number % 2)]}
         if kind == "labelled":
-            return {"sentence": text(), "label": number % 3}
+            return {"sentence": text(rng), "label": number % 3}
         if kind == "vectors":
-            return {"sentence": text(), "label": [rng.random() for _ in range(32)]}
-        found: dict[str, Any] = {"anchor": text(), "positive": text()}
+            return {"sentence": text(rng), "label": [rng.random() for _ in range(32)]}
+        found: dict[str, Any] = {"anchor": text(rng), "positive": text(rng)}
         if kind == "triplets":
-            found["negative"] = text()
+            found["negative"] = text(rng)
         if kind == "scored":
             found["score"] = rng.random()
         if kind == "binary":
@@ -120,21 +121,20 @@ def embedder(folder: Path, pooling: str, device: str) -> Any:
 
 
 def loss_of(run: Any, model: Any, folder: Path, device: str, dtype: torch.dtype) -> Any:
+    more = {"mini_batch_size": 2} if "Cached" in run.data else {}
     if run.kind == "cross":
         from sentence_transformers.cross_encoder import losses as of_cross
 
-        return getattr(of_cross, run.data)(model, **({"mini_batch_size": 2} if "Cached" in run.data else {}))
+        return getattr(of_cross, run.data)(model, **more)
     if run.kind == "sparse":
         from sentence_transformers.sparse_encoder import losses as of_sparse
 
         inner = of_sparse.SparseMultipleNegativesRankingLoss(model)
         weights = {"document_regularizer_weight": 3e-3, "query_regularizer_weight": 5e-3}
-        more = {"mini_batch_size": 2} if "Cached" in run.data else {}
         return getattr(of_sparse, run.data)(model, inner, **weights, **more)
     from sentence_transformers import losses
 
-    made, more = getattr(losses, run.data), {"mini_batch_size": 2} if run.data.startswith("Cached") else {}
-    width = model.get_sentence_embedding_dimension()
+    made, width = getattr(losses, run.data), model.get_sentence_embedding_dimension()
     if "Matryoshka" in run.data:
         return made(model, losses.MultipleNegativesRankingLoss(model), matryoshka_dims=[width, width // 2])
     if run.data == "AdaptiveLayerLoss":

@@ -21,7 +21,6 @@ import shutil
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +39,7 @@ import bastile
 
 #: What is logged and not compared: times, and which of two is ahead, that may be the same but for rounding.
 _LEFT_OUT = ("runtime", "per_second", "time", "flos", "accuracies")
+_IN_16_BITS = ("bf16", "bf16_full_eval")
 _DRAW = {"grpo", "rloo", "distillation", "gkd"}
 _LEARNING_RATE = {"sgd": 0.05, "adafactor": 0.003}
 
@@ -124,8 +124,6 @@ def config_of(run: Run, cls: Any, folder: Path) -> Any:
         "eval_strategy": "no",
         **run.options,
     }
-    if run.reads_logits:
-        given["batch_eval_metrics"] = False
     return cls(**{name: copy.deepcopy(value) for name, value in given.items() if name in has})
 
 
@@ -190,12 +188,13 @@ def _own_trainer(run: Run, model: Any, out: Path, rng: random.Random) -> Any:
         model = get_peft_model(model, peft_config(run, model))
     name = "Seq2Seq" if run.kind == "seq2seq" else ""
     args = config_of(run, getattr(transformers, f"{name}TrainingArguments"), out)
-    side, known = tokenizer(), transformers
-    collators: dict[str, Callable[[], Any]] = {
-        "sequences": lambda: known.DataCollatorWithPadding(side),
-        "seq2seq": lambda: known.DataCollatorForSeq2Seq(side, model),
-        "causal": lambda: known.DataCollatorForTokenClassification(side),  # which pads labels
-    }
+    side = tokenizer()
+    if run.kind == "sequences":
+        collator: Any = transformers.DataCollatorWithPadding(side)
+    elif run.kind == "seq2seq":
+        collator = transformers.DataCollatorForSeq2Seq(side, model)
+    else:
+        collator = transformers.DataCollatorForTokenClassification(side)  # which pads labels
     reads = run.reads_logits and not run.options.get("predict_with_generate")
     return getattr(transformers, f"{name}Trainer")(
         model=model,
@@ -203,7 +202,7 @@ def _own_trainer(run: Run, model: Any, out: Path, rng: random.Random) -> Any:
         train_dataset=rows,
         eval_dataset=rows[:5],
         processing_class=side,
-        data_collator=collators.get(run.kind, collators["causal"])(),
+        data_collator=collator,
         compute_metrics=_metrics if reads else None,
     )
 
@@ -243,10 +242,8 @@ def judged(seed: int, run: Run, weights: int = 0) -> dict[str, Any]:
             if torch.cuda.is_available():  # which an index that there is not would make unusable
                 ran(run, folder, torch.float32, seed, on_cpu=True)
             stock = ran(run, folder, dtype, seed)
-            exact = copy.deepcopy(run)
-            for name in ("bf16", "bf16_full_eval"):
-                exact.options[name] = False
-            truth = ran(exact, folder, torch.float64, seed)
+            exact = {**run.options, **dict.fromkeys(_IN_16_BITS, False)}
+            truth = ran(dataclasses.replace(run, options=exact), folder, torch.float64, seed)
             if not all(bool(weight.isfinite().all()) for each in (stock, truth) for weight in each.weights.values()):
                 raise ValueError("its weights are no numbers")
         except Exception as error:  # whatever a trainer's code raises
@@ -260,9 +257,7 @@ def judged(seed: int, run: Run, weights: int = 0) -> dict[str, Any]:
         finally:
             bastile.reset()
     errors = {"stock": stock.error(truth), "bastile": own.error(truth)}
-    rounds = "float32" if run.dtype == "float32" and not run.options.get("bf16") else "bfloat16"
-    if run.options.get("bf16_full_eval"):
-        rounds = "bfloat16"
+    rounds = "bfloat16" if any(run.options.get(name) for name in _IN_16_BITS) else run.dtype
     is_same = random_models.is_as_exact(errors["bastile"], errors["stock"], rounds)
     if rounds == "bfloat16" and run.kind in _DRAW:  # rounding says which token is drawn
         is_same = all(bool(weight.isfinite().all()) for weight in own.weights.values())

@@ -28,11 +28,8 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def found(seeds: range, draw: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    failed: list[dict[str, Any]] = []
-    judge = lambda seed, case, weights: random_models.judged(seed, case, CPU, weights)  # noqa: E731
     with random_models.all_ways(CPU):
-        counts = look(iter(seeds), draw, judge, failed.append)
-    return failed, counts
+        return look(seeds, draw, lambda seed, case, weights: random_models.judged(seed, case, CPU, weights))
 
 
 def test_a_few_cases() -> None:

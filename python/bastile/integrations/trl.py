@@ -209,23 +209,21 @@ def _chunked_cross_entropy(
 
 
 def _of_logits(tally: Tally, original: Any, parameters: Parameters, defaults: Defaults, way: Any) -> Any:
-    """Of a function of logits: way(given) gives what is returned, NotImplemented where that needs the logits."""
+    """Of a function of logits: way(given, dtype) gives what is returned, in this type if it is of rows, NotImplemented
+    where that needs the logits."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         named = given(parameters, defaults, args, kwargs)
         named.setdefault("logits", named.get("student_logits"))
         if isinstance(named["logits"], Logits) and not torch.compiler.is_compiling():
-            result = way({**named, _DTYPE: _type_of(stock_of(original), named["logits"])})
+            result = way(named, _type_of(stock_of(original), named["logits"]))
             if result is not NotImplemented:
                 tally.count()
                 return result
         return original(*args, **kwargs)
 
     return call
-
-
-_DTYPE = "a result's dtype"
 
 
 def _type_of(stock: Any, logits: Logits) -> torch.dtype | None:
@@ -239,33 +237,33 @@ def _type_of(stock: Any, logits: Logits) -> torch.dtype | None:
     return torch.float32 if supports(shown) else None
 
 
-def _found(named: dict[str, Any], index: Any, outputs: tuple[str, ...]) -> Any:
+def _found(named: dict[str, Any], dtype: torch.dtype | None, index: Any, outputs: tuple[str, ...]) -> Any:
     """LogProbs of logits; rows whose row_mask is zero are zero."""
     temperature, mask, ignored = named.get("temperature", 1.0), named.get("row_mask"), None
     if isinstance(mask, torch.Tensor):
         index, ignored = index.masked_fill(mask == 0, NO_TARGET), NO_TARGET
-    return log_probs_of(named["logits"], index, temperature, ignored, outputs, named[_DTYPE])
+    return log_probs_of(named["logits"], index, temperature, ignored, outputs, dtype)
 
 
-def _selected(named: dict[str, Any]) -> Any:
-    found = _found(named, named["index"], ())
+def _selected(named: dict[str, Any], dtype: torch.dtype | None) -> Any:
+    found = _found(named, dtype, named["index"], ())
     return found if found is NotImplemented else found.log_probs
 
 
-def _entropy(named: dict[str, Any]) -> Any:
+def _entropy(named: dict[str, Any], dtype: torch.dtype | None) -> Any:
     logits = named["logits"]
-    found = _found(named, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device), ("entropy",))
+    found = _found(named, dtype, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device), ("entropy",))
     return found if found is NotImplemented else found.entropy
 
 
-def _selected_and_entropy(named: dict[str, Any]) -> Any:
-    found = _found(named, named["index"], ("entropy",))
+def _selected_and_entropy(named: dict[str, Any], dtype: torch.dtype | None) -> Any:
+    found = _found(named, dtype, named["index"], ("entropy",))
     if found is NotImplemented:
         return found
     return found.log_probs, found.entropy if named["entropy_requires_grad"] else found.entropy.detach()
 
 
-def _jsd(named: dict[str, Any]) -> Any:
+def _jsd(named: dict[str, Any], _: torch.dtype | None) -> Any:
     """GKD's and GOLD's loss. A beta of 0 is KL(teacher || student), of 1 KL(student || teacher)."""
     labels, beta, items = named["labels"], named["beta"], named.get("num_items_in_batch")
     if named.get("logits_are_probs"):
