@@ -521,6 +521,23 @@ typedef struct bst_low_rank_add_tensors {
 
 BST_API bst_status bst_low_rank_add(const bst_exec *exec, const bst_low_rank_add_tensors *tensors);
 
+/* A thin matrix of float32 as products of bfloat16 take it, so that an adapter of float32 beside a model of bfloat16
+ * loses nothing: x [T, G, P, R], float32, P being 1 or, of the products with all three pieces of a matrix, 3, which are
+ * summed up, times scale. sum [T, G, R]: those numbers in float32. pieces [T, G, 3, R], bfloat16: three that are added
+ * up to each, to its 24 bits unless they pass bfloat16's exponent, each the upper half of what the ones before it
+ * leave; of a number that is infinite the second is NaN. repeated [T, G, 3, R]: each rounded to bfloat16, three times
+ * over, for products with the pieces of another. T rows of G groups, one beside the other or further apart: the last
+ * dimension of each is contiguous. Henry, Tang, Heinecke, "Leveraging the bfloat16 artificial intelligence datatype",
+ * 2019. */
+typedef struct bst_low_rank_split_tensors {
+    size_t size; /* sizeof(bst_low_rank_split_tensors) */
+    const DLTensor *x;
+    DLTensor *sum, *pieces, *repeated; /* NULL: not wanted */
+    double scale;                      /* 0: 1 */
+} bst_low_rank_split_tensors;
+
+BST_API bst_status bst_low_rank_split(const bst_exec *exec, const bst_low_rank_split_tensors *tensors);
+
 /* What the gradient dy [T, N] of y = scale thin b^T (thin [T, R], b [N, R]: an adapter's second product) leaves, read
  * once on CUDA in 16 bits for R of 8, 16, 24, 32 and N of a multiple of 8, each in rows that begin at multiples of 16
  * bytes: g [T, R] = scale dy b, its rows with gaps or without, and db [N, R] = scale dy^T thin, float32. The others are

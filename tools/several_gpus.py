@@ -2,7 +2,7 @@
 DeepSpeed: with bastile.apply() or stock.
 
     torchrun --nproc-per-node 2 tools/several_gpus.py --shape qwen3-8b --batch 4 --length 2048 [--lora 16]
-        [--checkpointing] [--fsdp | --zero 2|3] [--float32] [--with stock|liger] [--no-graphs]
+        [--checkpointing] [--fsdp | --zero 2|3] [--float32] [--ragged] [--with stock|liger] [--no-graphs]
 
 Random weights of the named shape in bfloat16 or float32, random tokens, --batch rows for each process, TRL's defaults
 but for what is named. Prints one JSON object: the median of the steps after the eighth, by a callback that waits for
@@ -57,6 +57,7 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "seed": 0,
         "lora": options.lora,
         "checkpointing": options.checkpointing and not options.fsdp,
+        "ragged": options.ragged,
         "warm_up": UNTIMED,
         "repeats": options.steps - UNTIMED,
         "arguments": arguments,
@@ -81,6 +82,7 @@ def main() -> None:
     parser.add_argument("--zero", type=int, choices=[2, 3], default=0, help="DeepSpeed's ZeRO of this stage")
     parser.add_argument("--leaves", action="store_true", help="with --zero 3: each decoder layer's weights at a time")
     parser.add_argument("--float32", action="store_true", help="weights in float32, under autocast: TRL's own default")
+    parser.add_argument("--ragged", action="store_true", help="rows of an eighth of the length and longer")
     parser.add_argument("--no-graphs", action="store_true", help="with bastile, but without CUDA graphs")
     options = parser.parse_args()
     if options.fsdp and options.zero:
@@ -99,7 +101,7 @@ def main() -> None:
         peaks = everyone
     if int(os.environ.get("RANK", 0)) == 0:
         names = ["implementation", "shape", "batch", "length", "lora"]
-        names += ["checkpointing", "fsdp", "zero", "leaves", "float32", "no_graphs"]
+        names += ["checkpointing", "fsdp", "zero", "leaves", "float32", "ragged", "no_graphs"]
         row = {name: getattr(options, name) for name in names}
         row.update(processes=len(peaks), median_seconds=found["seconds"], queued_seconds=found["queued_seconds"])
         if device.type == "cuda":

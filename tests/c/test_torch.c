@@ -291,6 +291,7 @@ static const operator_call operators[] = {
     {"low_rank_backward_into", 1, {F(3, 4), F(3, 2), F(4, 2), W(3, 2), R(0.5)}},
     {"low_rank_dx", 0, {F(3, 4), F(4, 5), O(3, 6), O(6, 5), NONE, NONE, NONE, NONE, O(3, 2), O(2, 5), W(3, 5)}},
     {"low_rank_linear", 0, {F(3, 4), F(5, 4), F(3, 2), F(5, 2), O(5), W(3, 5), R(0.5)}},
+    {"low_rank_split", 0, {F(3, 1, 3, 4), OW(3, 1, 4), NONE, NONE, R(0.5)}},
     {"low_rank_glu_backward",
      4,
      {N(0), R(0), R(0), N(0), R(0.5), R(2), W(3, 4), W(3, 4), W(3, 4), F(3, 2), F(4, 1), F(4, 1), O(3, 1), O(1, 4),

@@ -133,3 +133,22 @@ void fuzz_moe_linear(fuzz_call *c) {
         want(y, e, small + large, fits ? size + fabs(small) * ratio : INFINITY);
     }
 }
+
+/* sum and repeated; pieces, which must be what they are to the bit, are looked at in tests/c. */
+void fuzz_low_rank_split(fuzz_call *c) {
+    const fuzz_tensor *x = input(c, "x");
+    fuzz_tensor *sum = output(c, "sum"), *repeated = output(c, "repeated");
+    const int64_t parts = x->shape[2], ranks = x->shape[3];
+    const double scale = real(c, "scale");
+    for (int64_t group = 0; group < x->shape[0] * x->shape[1]; group++)
+        for (int64_t rank = 0; rank < ranks; rank++) {
+            double number = 0, size = 0;
+            for (int64_t p = 0; p < parts; p++) {
+                const double part = x->numbers[(group * parts + p) * ranks + rank];
+                number += part, size += fabs(part);
+            }
+            size = size > 0x1p127 ? INFINITY : fabs(scale) * size; /* the scale comes after the sum */
+            want(sum, group * ranks + rank, scale * number, size);
+            for (int64_t p = 0; p < 3; p++) want(repeated, (group * 3 + p) * ranks + rank, scale * number, size);
+        }
+}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bastile.ops import _wide_adapters, low_rank
-from bastile.ops._wide_adapters import _pieces
+from bastile.ops._wide_adapters import _Run, in_pieces, split
 from bastile.ops.lora import Adapted, adapted_linears
 from oracle import Case, assert_no_worse, assert_no_worse_pooled, devices, random_tensor
 from test_lora import GROUPS, MLPS, WIDE, Layer, group_case, mlp_case, peft
@@ -81,14 +81,41 @@ def test_pooled_errors(device: str, ranks: tuple[int, ...], within: str, by_piec
 
 
 @pytest.mark.parametrize("device", devices())
-def test_pieces(device: str) -> None:
-    """Three of bfloat16 are a number of float32, however the matrix lies in memory."""
-    matrix = random_tensor((40, 24), torch.float32, device)
-    for each in (matrix, matrix.t(), matrix[:, 3:9], matrix * 1e-20, -matrix, torch.zeros_like(matrix)):
-        for dim in (0, 1):
-            found = _pieces(each, dim)
-            assert found.dtype is torch.bfloat16
-            assert torch.equal(found.unflatten(dim, (3, -1)).double().sum(dim), each.double())
+@pytest.mark.parametrize("ranks", [[24], [8, 8, 8], [3, 16, 5], [0, 24]], ids=str)
+def test_pieces(device: str, ranks: list[int]) -> None:
+    """Three of bfloat16 are a number of float32, in columns that are all of a matrix or a part of it."""
+    runs, begin = [], 0
+    for rank in ranks:
+        runs.append(_Run(slice(begin, begin + rank), rank))
+        begin += rank
+    runs = [_Run(slice(0, 24), 8)] if len({*ranks}) == 1 else runs
+    matrix = random_tensor((40, 32), torch.float32, device)
+    for each in (matrix[:, 8:], matrix[:, 3:27], matrix[:, :24].contiguous(), matrix[:, :24] * 1e-20):
+        made = in_pieces(each, runs)
+        assert made.dtype is torch.bfloat16
+        assert made.shape == (40, 72)
+        repeated, added = torch.empty_like(made), torch.empty(40, 24, device=device)
+        split(each, runs, repeated=repeated)
+        split(made.float(), runs, sum=added, scale=0.5)
+        assert torch.equal(added, each * 0.5)
+        for run in runs:
+            mine, whole = made[:, run.wide], each[:, run.columns].unflatten(1, (-1, run.rank)) if run.rank else None
+            if whole is None:
+                continue
+            in_three = mine.unflatten(1, (-1, 3, run.rank))
+            assert torch.equal(in_three.double().sum(2), whole.double())
+            assert torch.equal(in_three[:, :, 0].float(), (whole.view(torch.int32) & ~0xFFFF).view(torch.float32))
+            rounded = repeated[:, run.wide].unflatten(1, (-1, 3, run.rank))
+            assert all(torch.equal(rounded[:, :, i], whole.bfloat16()) for i in range(3))
+
+
+@pytest.mark.parametrize("device", devices())
+def test_pieces_of_several_at_once(device: str) -> None:
+    """Under vmap, by which autograd makes several gradients at once."""
+    matrices = random_tensor((5, 40, 24), torch.float32, device)
+    runs = [_Run(slice(0, 24), 8)]
+    made = torch.vmap(lambda matrix: in_pieces(matrix, runs))(matrices)
+    assert torch.equal(made.unflatten(2, (-1, 3, 8)).double().sum(3).flatten(2), matrices.double())
 
 
 @pytest.mark.parametrize("device", devices())

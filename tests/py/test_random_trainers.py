@@ -24,7 +24,8 @@ from random_runs import Run, drawn
 from random_trainers import Ran
 
 pytestmark = pytest.mark.skipif(older_than("5.24"), reason="its runs are of one release's models")
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TYPE = "float32" if DEVICE.type == "cpu" else "bfloat16"  # what all ways are open to
 
 
 @pytest.fixture(autouse=True)
@@ -36,12 +37,12 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def found(seeds: range, draw: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    with random_models.all_ways(CPU):
+    with random_models.all_ways(DEVICE):
         return look(seeds, draw, random_trainers.quietly_judged)
 
 
 def test_a_few_runs() -> None:
-    failed, counts = found(range(1, 17), lambda seed: drawn(seed, None, None, ["float32"]))
+    failed, counts = found(range(1, 17), lambda seed: drawn(seed, None, None, [TYPE]))
     assert failed == []
     assert counts["the same"] >= 6
     assert counts["with graphs"] >= 2
@@ -52,7 +53,7 @@ def test_what_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def draw(seed: int) -> Run:
         options = {"optim": "sgd", "gradient_checkpointing": False}
-        return Run("causal", "bert", {}, "rows", options, "float32", None, False, None, False, False)
+        return Run("causal", "bert", {}, "rows", options, TYPE, None, False, None, False, False)
 
     assert found(range(4), draw)[0] == []
     read = padding.is_unread

@@ -29,7 +29,12 @@ glu_backward = torch.ops.bastile.low_rank_glu_backward.default
 #: What adapters add to results y in place, of x, y_0, a_0, b_0 to y_2, a_2, b_2, None for what there is not, and the
 #: three layers' scales (bst_low_rank_add).
 add_into = torch.ops.bastile.low_rank_add.default
+#: Numbers of float32, and their pieces of bfloat16, of x [T, G, P, R], where sum, pieces and repeated are to be, None
+#: for what is not wanted, and a scale (bst_low_rank_split).
+split_into = torch.ops.bastile.low_rank_split.default
 
+#: Of bfloat16, that are a number of float32.
+PIECES = 3
 MOST_ADDED = 3
 
 

@@ -84,8 +84,8 @@ def measure(build: Callable[[], Any], length: int, device: torch.device, plan: d
     nobody waits. build: the model with random weights.
 
     plan: as the sweep's, with "implementation", "batch", "dtype", "checkpointing", and "lora" (a rank, or 0) with
-    "load_in_4bit" and, where not all linear layers have adapters, "targets", the names of those that do; "arguments":
-    more of TRL's settings."""
+    "load_in_4bit" and, where not all linear layers have adapters, "targets", the names of those that do; "ragged": rows
+    of an eighth of the length and longer; "arguments": more of TRL's settings."""
     implementation, untimed = plan["implementation"], plan["warm_up"]
     timed = plan["repeats"]
     steps = untimed + 2 * timed
@@ -102,7 +102,10 @@ def measure(build: Callable[[], Any], length: int, device: torch.device, plan: d
 
     on_cpu = device.type == "cpu"
     generator = torch.Generator().manual_seed(plan["seed"] + 1)
-    tokens = torch.randint(0, model.config.vocab_size, (8 * plan["batch"], length), generator=generator)
+    tokens = torch.randint(0, model.config.vocab_size, (8 * plan["batch"], length), generator=generator).tolist()
+    if plan.get("ragged"):
+        ends = torch.randint(length // 8, length + 1, (len(tokens),), generator=generator).tolist()
+        tokens = [row[:end] for row, end in zip(tokens, ends, strict=True)]
     times: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = SFTTrainer(
@@ -125,7 +128,7 @@ def measure(build: Callable[[], Any], length: int, device: torch.device, plan: d
                 **WAYS[implementation],
                 **plan.get("arguments", {}),
             ),
-            train_dataset=Dataset.from_dict({"input_ids": tokens.tolist()}),
+            train_dataset=Dataset.from_dict({"input_ids": tokens}),
             processing_class=tokenizer(),
             peft_config=_adapters(plan) if plan.get("lora") and implementation != "unsloth" else None,
         )

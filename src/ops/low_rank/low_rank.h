@@ -12,7 +12,8 @@
 bool bst__low_rank_aligned(const bst_view *v);
 /* Elements from a matrix' row to the next. */
 static inline int64_t low_rank_stride(const bst_view *matrix) { return matrix->rows.inner_stride; }
-extern const bst_function bst__low_rank_linear, bst__low_rank_dx, bst__low_rank_glu_backward, bst__low_rank_add;
+extern const bst_function bst__low_rank_linear, bst__low_rank_dx, bst__low_rank_glu_backward, bst__low_rank_add,
+    bst__low_rank_split;
 
 /* out [m, R] = scale x y, y [k, R] in float32 in a workspace: x is dy, or dy transposed, of 16 bits. */
 typedef struct low_rank_cpu {
@@ -52,5 +53,7 @@ typedef struct low_rank_sums {
 
 BST_CPU_DECLARE(bst__low_rank_thin_cpu);   /* over tiles of rows, of each all ranks */
 BST_CPU_DECLARE(bst__low_rank_expand_cpu); /* over tiles of columns, of all layers */
+/* A low_rank_split_args, over tiles of the ranks of each group. */
+BST_CPU_DECLARE(bst__low_rank_split_cpu);
 
 #endif

@@ -91,6 +91,22 @@ typedef struct low_rank_expand_args {
     float scale[LOW_RANK_LAYERS];
 } low_rank_expand_args;
 
+/* Pieces of bfloat16 that are a number of float32; numbers that a thread of low_rank_split has at most. */
+#define LOW_RANK_PIECES       3
+#define LOW_RANK_SPLIT_VECTOR 4
+
+/* x [T, groups, parts, ranks], sum [T, groups, ranks], pieces and repeated [T, groups, LOW_RANK_PIECES, ranks]; of the
+ * results NULL: not wanted. Strides: of all dimensions but the last. */
+typedef struct low_rank_split_args {
+    const float *x;
+    float *sum;
+    void *pieces, *repeated;
+    int64_t x_stride[3], sum_stride[2], pieces_stride[3], repeated_stride[3];
+    int64_t count, groups, ranks; /* count: numbers of sum */
+    int32_t parts;
+    float scale;
+} low_rank_split_args;
+
 #define LOW_RANK_PRODUCTS 4 /* large ones that are summed up */
 
 /* Sums of products in tiles of tile_product.h. */
@@ -112,6 +128,7 @@ static_assert(sizeof(low_rank_tiles_args) == 1408, "host and device must agree")
 static_assert(sizeof(low_rank_bias_args) == 32, "host and device must agree");
 static_assert(sizeof(low_rank_thin_args) == 80, "host and device must agree");
 static_assert(sizeof(low_rank_expand_args) == 216, "host and device must agree");
+static_assert(sizeof(low_rank_split_args) == 152, "host and device must agree");
 static_assert(sizeof(low_rank_glu_sum_args) == 120, "host and device must agree");
 
 #endif

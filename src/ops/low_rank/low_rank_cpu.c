@@ -1,5 +1,6 @@
 /* low_rank_cpu.c - products of dy, of 16 bits, and of dy transposed with a thin matrix, on CPU: sums in float32, which
- * a framework's own product may not leave in that type; and what adapters add to results, in the same. */
+ * a framework's own product may not leave in that type; what adapters add to results, in the same; and thin matrices
+ * of float32 in pieces. */
 #include "ops/low_rank/low_rank.h"
 
 enum {
@@ -121,5 +122,33 @@ void BST_CPU(bst__low_rank_expand_cpu)(void *context, int64_t begin, int64_t end
         for (int64_t tile = begin > 0 ? begin : 0; tile < end && tile < tiles; tile++)
             expand(s, layer, tile * LOW_RANK_CPU_COLUMNS);
         begin -= tiles, end -= tiles;
+    }
+}
+
+/* ---- pieces ------------------------------------------------------------------------------------------------------ */
+
+void BST_CPU(bst__low_rank_split_cpu)(void *context, int64_t begin, int64_t end) {
+    const low_rank_split_args *a = context;
+    const int64_t tiles = bst__divided_up(a->ranks, BST_TILE);
+    float rest[BST_TILE], piece[BST_TILE];
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t first = i % tiles * BST_TILE, n = bst__lesser(a->ranks - first, BST_TILE);
+        const int64_t group = i / tiles % a->groups, row = i / tiles / a->groups;
+        const float *x = a->x + row * a->x_stride[0] + group * a->x_stride[1] + first;
+        for (int64_t j = 0; j < n; j++) rest[j] = x[j];
+        for (int32_t part = 1; part < a->parts; part++)
+            for (int64_t j = 0; j < n; j++) rest[j] += x[part * a->x_stride[2] + j];
+        for (int64_t j = 0; j < n; j++) rest[j] *= a->scale;
+        if (a->sum) memcpy(a->sum + row * a->sum_stride[0] + group * a->sum_stride[1] + first, rest, (size_t)n * 4);
+        for (int p = 0; a->repeated && p < LOW_RANK_PIECES; p++) {
+            const int64_t at = row * a->repeated_stride[0] + group * a->repeated_stride[1] + p * a->repeated_stride[2];
+            bst_store(bst_at(a->repeated, at + first, BST_BF16), rest, BST_BF16, n);
+        }
+        for (int p = 0; a->pieces && p < LOW_RANK_PIECES; p++) {
+            const int64_t at = row * a->pieces_stride[0] + group * a->pieces_stride[1] + p * a->pieces_stride[2];
+            for (int64_t j = 0; j < n; j++) piece[j] = bst_from_bits(bst_bits(rest[j]) & 0xffff0000u);
+            bst_store(bst_at(a->pieces, at + first, BST_BF16), piece, BST_BF16, n);
+            for (int64_t j = 0; j < n; j++) rest[j] -= piece[j];
+        }
     }
 }
