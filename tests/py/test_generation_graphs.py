@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from hypothesis import strategies as st
 import bastile
 from bastile.graphs import conditions, decoding
 from bastile.graphs.caches import NAMES
-from bastile.graphs.recorder import RepeatingRecorder
-from bastile.models import generation, small
+from bastile.graphs.recorder import CudaRecorder, RepeatingRecorder
+from bastile.models import generation, roomy_cache, sdpa, small
 from bastile.models.sites import ModelFile
 from conftest import DENSE, modeling, older_than, tiny_batch, tiny_model
 from graphing import DEVICE, ON_CUDA, allow_graphs, the_host_draws
@@ -91,7 +92,7 @@ def assert_text_of_stock(model: Any, tokens: int = TOKENS, replayed: int | None 
     got = generated(model, tokens, **options)
     assert want[:, -tokens:].unique().numel() > 5  # else the test could not fail
     assert torch.equal(got, want)
-    # The first token is the prompt's, the second one's call is not captured.
+    # The first token is the prompt's, the second one's call is not captured in a model's first text.
     assert counted() == (tokens - 2 if replayed is None else replayed, {})
 
 
@@ -111,8 +112,70 @@ def test_greedy_tokens(family: str) -> None:
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(2, 300), (1, 800)])  # which make room twice, and four times
-def test_a_text_that_outgrows_its_room(rows: int, tokens: int) -> None:
+def test_a_text_that_outgrows_its_room(rows: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roomy_cache, "_AT_ONCE", 0)
     assert_text_of_stock(tiny_model(max_position_embeddings=1024).to(DEVICE).eval(), tokens, rows=rows)
+
+
+def test_room_for_the_whole_text() -> None:
+    """Where that is little memory: nothing is captured again."""
+    model = tiny_model(max_position_embeddings=1024).to(DEVICE).eval()
+    want = stock(model, 300)
+    captures = []
+    with pytest.MonkeyPatch.context() as patch:
+        capture = decoding.Decoding._capture
+        patch.setattr(decoding.Decoding, "_capture", lambda *args: (captures.append(None), capture(*args))[1])
+        assert torch.equal(generated(model, 300), want)
+    assert len(captures) == 1
+
+
+def test_later_texts_are_captured_at_once() -> None:
+    """Where a model's call was captured before; of other sizes, and where it was changed since, it runs first."""
+    model = small_one("qwen3")
+    want, other = stock(model), stock(model, rows=2)
+    for rows, replayed in [(3, TOKENS - 2), (3, TOKENS - 1), (2, TOKENS - 2), (3, TOKENS - 1), (2, TOKENS - 1)]:
+        assert torch.equal(generated(model, rows=rows), want if rows == 3 else other)
+        assert counted() == (replayed, {})
+    model.append = torch.nn.Identity()
+    generated(model)
+    assert counted() == (TOKENS - 2, {})
+
+
+def test_a_later_text_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is generated as ever, and the next one's first call runs before it is captured."""
+    model = small_one("qwen3")
+    want = stock(model)
+    generated(model)
+    with monkeypatch.context() as patch:
+
+        def fails(*_: Any) -> Any:
+            raise RuntimeError("no memory")
+
+        patch.setattr(CudaRecorder if ON_CUDA else RepeatingRecorder, "record", fails)
+        counted()
+        assert torch.equal(generated(model), want)
+        assert counted() == (0, {"the call for one token cannot be captured: no memory": 1})
+    assert torch.equal(generated(model), want)
+    assert counted() == (TOKENS - 2, {})
+
+
+def test_masks_are_made_biases_once() -> None:
+    """For all layers of a captured call, with the numbers that PyTorch's attention makes of them in each."""
+    mask = torch.rand(2, 1, 1, 40, device=DEVICE) > 0.4
+    q = torch.randn(2, 4, 1, 16, device=DEVICE, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 2, 4, 40, 16, device=DEVICE, dtype=torch.bfloat16)
+    assert sdpa._biases.made is None
+    with sdpa.masks_as_biases():
+        bias = sdpa._bias_of(mask, q, {})
+        assert sdpa._bias_of(mask, q, {}) is bias
+        assert sdpa._bias_of(mask.clone(), q, {}) is not bias
+        assert sdpa._bias_of(mask, q.float(), {}).dtype is torch.float32
+        assert sdpa._bias_of(mask, q, {"position_bias": q}) is mask
+        assert sdpa._bias_of(None, q, {}) is None
+        assert sdpa._bias_of(bias, q, {}) is bias
+    assert sdpa._biases.made is None
+    attend = torch.nn.functional.scaled_dot_product_attention
+    assert torch.equal(attend(q, k, v, attn_mask=bias), attend(q, k, v, attn_mask=mask))
 
 
 def test_a_window_shorter_than_the_text() -> None:
@@ -194,7 +257,7 @@ def test_weights_that_were_trained_since() -> None:
         for parameter in model.parameters():
             parameter.mul_(1.1)
     after = generated(model)
-    assert counted()[0] == 2 * (TOKENS - 2)
+    assert counted()[0] == TOKENS - 2 + TOKENS - 1
     assert torch.equal(after, stock(model))
     assert not torch.equal(after, before)
 
@@ -210,7 +273,7 @@ def test_training_between_texts() -> None:
         losses.append(model(**batch, use_cache=False).loss)
         losses[-1].backward()
         model.zero_grad()
-    assert counted()[0] == 4 * (TOKENS - 2)
+    assert counted()[0] == TOKENS - 2 + 3 * (TOKENS - 1)
     assert all(torch.equal(text, stock(model)) for text in texts)
     assert len({loss.item() for loss in losses}) == 1
 
@@ -424,8 +487,6 @@ def test_arguments_that_change_from_token_to_token() -> None:
 
 
 def test_no_memory_waits_for_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bastile.models import roomy_cache
-
     made: list[Any] = []
     begin = roomy_cache.RoomyCache.begin
 
@@ -468,22 +529,26 @@ def test_nothing_stays_on_the_model() -> None:
 
 
 @few_examples
-@given(st.integers(1, 200), st.integers(1, 300), st.lists(st.sampled_from(["full", "window"]), min_size=1, max_size=3))
-def test_room(prompt: int, tokens: int, kinds: list[str]) -> None:
-    """Each token's place, memory of at most twice what is in it, and zeros behind."""
+@given(
+    st.integers(1, 200),
+    st.integers(1, 300),
+    st.lists(st.sampled_from(["full", "window"]), min_size=1, max_size=3),
+    st.sampled_from([0, 1 << 40]),
+)
+def test_room(prompt: int, tokens: int, kinds: list[str], at_once: int) -> None:
+    """Each token's place, memory of at most twice what is in it, or for the whole text, and zeros behind."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
-    from bastile.models.roomy_cache import RoomyCache
 
     usual = DynamicCache()
     usual.layers = [DynamicLayer() if kind == "full" else DynamicSlidingWindowLayer(4) for kind in kinds]
-    cache = RoomyCache(usual, tokens)
+    cache = roomy_cache.RoomyCache(usual, tokens)
     states = torch.arange(1.0, prompt + tokens + 1).view(1, 1, -1, 1)
     assert cache.get_seq_length() == 0
     assert not cache.is_compileable
     assert cache.get_mask_sizes(prompt, 0) == (prompt, 0)
     for layer in range(len(kinds)):
-        keys, values = cache.update(states[:, :, :prompt], -states[:, :, :prompt].expand(1, 1, -1, 2), layer)
+        with mock.patch.object(roomy_cache, "_AT_ONCE", at_once):
+            keys, values = cache.update(states[:, :, :prompt], -states[:, :, :prompt].expand(1, 1, -1, 2), layer)
         assert torch.equal(keys, states[:, :, :prompt])
         assert values.shape == (1, 1, prompt, 2)
     for at in range(prompt, prompt + tokens - 1):  # the last token is no input
@@ -497,7 +562,7 @@ def test_room(prompt: int, tokens: int, kinds: list[str]) -> None:
             assert torch.equal(values[0, 0, : at + 1, 1], -states[0, 0, : at + 1, 0])
             assert not keys[0, 0, at + 1 :].any()
         held = keys.shape[2]
-        assert held - prompt <= max(2 * (at + 1 - prompt), 64) + 127
+        assert held - prompt <= (tokens if at_once else max(2 * (at + 1 - prompt), 64)) + 127
         assert cache.advance() == (cache.room != held)
 
 

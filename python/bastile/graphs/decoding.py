@@ -1,14 +1,16 @@
 """The call of a model for one token more, captured once and replayed for those that follow, of one text.
 
 What it is given is the same each time but for tensors' values: the last tokens, their positions and the mask, which are
-copied to where the graph reads them, and a cache that lies where it did. The first call for a token runs without a
-graph: it compiles what is to be compiled, and chooses what is to be chosen."""
+copied to where the graph reads them, and a cache that lies where it did. A model's first call for a token runs without
+a graph: it compiles what is to be compiled, and chooses what is to be chosen. Of later texts the first one is captured
+at once, if such calls were before."""
 
 from __future__ import annotations
 
 import copy
 import threading
 import weakref
+from collections import deque
 from typing import Any
 
 import torch
@@ -17,10 +19,13 @@ from torch import nn
 from bastile.graphs import conditions
 from bastile.graphs.arguments import CannotCapture, Given, Place, rebuilt, signature
 from bastile.graphs.recorder import Recorder, Replayed
+from bastile.models.sdpa import masks_as_biases
 from bastile.report import Tally
 
 #: Other kinds of calls than the one that is captured, before none is captured any more.
 _MOST_CHANGES = 2
+#: Kinds of calls that a model remembers to have captured.
+_MOST_KNOWN = 64
 
 
 class Shelf:
@@ -30,6 +35,7 @@ class Shelf:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.graph: Replayed | None = None
+        self.known: deque[Any] = deque(maxlen=_MOST_KNOWN)  # what has been captured before
         self.lock = threading.Lock()  # one text at a time: two would write over each other's memory
 
 
@@ -62,13 +68,14 @@ class Decoding:
     def __init__(self, model: Any, cache: Any, name: str, shelf: Shelf, tally: Tally) -> None:
         self.model, self.cache, self.name, self.shelf, self.tally = model, cache, name, shelf, tally
         self.is_first, self.changes = True, 0
+        self.of_model = model.training, sum(1 for _ in model.modules())  # where it is changed, it has other kernels
         self.gave_up = False
         self.structure: Any = None  # of what is captured; None: nothing is
         self.places: list[Place] = []
         self.outputs: Any = None
 
     def __call__(self, **inputs: Any) -> Any:
-        outputs = self._replayed(inputs) if not (self.is_first or self.gave_up) else None
+        outputs = None if self.gave_up else self._replayed(inputs)
         if outputs is None:
             outputs = self.model(**inputs)
         self.is_first = False
@@ -79,16 +86,23 @@ class Decoding:
     def _replayed(self, inputs: dict[str, Any]) -> Any:
         """None: this call is for the model."""
         try:
-            if inputs.get(self.name) is not self.cache:
+            cache: Any = self.cache
+            if inputs.get(self.name) is not cache:
                 raise CannotCapture("the model was called without its cache")
             given = Given()
             structure = given.structure({name: value for name, value in inputs.items() if name != self.name})
+            kind = structure, cache.room, self.of_model
+            if self.is_first and kind not in self.shelf.known:
+                return None
             if structure != self.structure:
                 self._capture(structure, given.tensors)
+                if kind not in self.shelf.known:
+                    self.shelf.known.append(kind)
             for place, tensor in zip(self.places, given.tensors, strict=True):
                 place.fill(tensor)
         except (CannotCapture, RuntimeError) as error:  # of CUDA, and for want of memory, too
             self.structure, self.outputs, self.gave_up = None, None, True
+            self.shelf.known.clear()
             why = str(error).strip().partition("\n")[0]
             self.tally.step_aside(f"the call for one token cannot be captured: {why}")
             return None
@@ -109,7 +123,8 @@ class Decoding:
         of_host, generator = conditions.host_random_state(device), torch.get_rng_state()
 
         def call() -> list[torch.Tensor | None]:
-            returned[:] = [self.model(**arguments)]
+            with masks_as_biases():
+                returned[:] = [self.model(**arguments)]
             return list(_tensors_of(returned[0], self.cache).values())
 
         with self.shelf.recorder.recording():

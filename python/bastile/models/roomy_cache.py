@@ -2,8 +2,9 @@
 
 The usual cache becomes a longer tensor with each token, elsewhere each time: no graph could read it. Here a token's
 keys and values go to its place in memory that is there already, and attention reads all of it, beneath a mask that says
-what has been written. A prompt is computed as with the usual cache. Where there is no room left, twice as much is made
-for the tokens behind the prompt, so memory is at most twice what is in it, and its pointers change seldom.
+what has been written. A prompt is computed as with the usual cache. There is room for the whole text where that is
+little; else, where there is none left, twice as much is made for the tokens behind the prompt, so memory is at most
+twice what is in it, and its pointers change seldom.
 
 Windows are the mask's: all layers have room for the whole text."""
 
@@ -18,6 +19,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 _FIRST = 64
 #: Room is a multiple of: for each length cuDNN builds a kernel, which takes a quarter of a second on an H100.
 _MULTIPLE = 128
+#: Bytes of a layer, up to which a text has all its room from the start. On an H200 to read so much takes 4 us, which
+#: 28 layers pay for in hundreds of tokens what one more capture takes.
+_AT_ONCE = 16 << 20
 _ATTENDS = (DynamicLayer, DynamicSlidingWindowLayer)
 #: What linear attention has of a text is of one size, and written over in place; and what keeps nothing.
 _STAYS = frozenset({"LinearAttentionLayer", "DummyLayer"})
@@ -54,7 +58,7 @@ class _Layer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             count = key_states.shape[2]
-            self.cache.begin(count, key_states.device)
+            self.cache.begin(key_states, value_states)
             self.lazy_initialization(key_states, value_states)
             self.keys[:, :, :count] = key_states
             self.values[:, :, :count] = value_states
@@ -103,12 +107,14 @@ class RoomyCache(Cache):
         """For so many tokens behind the prompt, or all that there may be."""
         self.room = -(-(self.prompt + min(tokens, self.most)) // _MULTIPLE) * _MULTIPLE
 
-    def begin(self, count: int, device: torch.device) -> None:
+    def begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """The first layer gets the prompt. Behind it each call is of one token, at this position."""
         if not self.seen:
-            self.prompt = self.seen = count
-            self._make_room(_FIRST)
-            self.position = torch.full((1,), count, device=device)
+            self.prompt = self.seen = keys.shape[2]
+            self._make_room(self.most)
+            if self.room * (keys.nbytes + values.nbytes) > _AT_ONCE * self.prompt:
+                self._make_room(_FIRST)
+            self.position = torch.full((1,), self.prompt, device=keys.device)
             self.length = self.position.squeeze(0)
 
     def put_into(self, cache: DynamicCache) -> None:

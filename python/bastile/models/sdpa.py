@@ -254,6 +254,8 @@ def _attends(original: Any) -> Any:
     def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(attention_mask):
             _look_at(module, query, key, value, args, kwargs)
+            if _biases.made is not None:
+                attention_mask = _bias_of(attention_mask, query, kwargs)
             rows = _whole_rows(module, query, key, value, args, kwargs) if attention_mask is None else None
             if rows is not None:
                 _TALLY.count()
@@ -283,6 +285,37 @@ def _attends(original: Any) -> Any:
 
     stand_in_for(original, attend)
     return attend
+
+
+class _Biases(threading.local):
+    """What was made of masks in this thread's call of a model: by a mask's id and a type, the mask and the bias."""
+
+    made: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] | None = None
+
+
+_biases = _Biases()
+
+
+@contextmanager
+def masks_as_biases() -> Iterator[None]:
+    """Around one call of a model, whose layers are given the same masks: PyTorch's attention makes a bias of a mask of
+    booleans in each layer, in three launches, and here it is made once."""
+    before, _biases.made = _biases.made, {}
+    try:
+        yield
+    finally:
+        _biases.made = before
+
+
+def _bias_of(mask: Any, query: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool or _refusal((), kwargs) is not None:
+        return mask
+    made: Any = _biases.made
+    dtype = cast_type(query) or query.dtype
+    if (id(mask), dtype) not in made:
+        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+        made[id(mask), dtype] = mask, bias
+    return made[id(mask), dtype][1]
 
 
 def is_known_to_take_ours(config: Any) -> bool:
