@@ -521,6 +521,19 @@ typedef struct bst_low_rank_add_tensors {
 
 BST_API bst_status bst_low_rank_add(const bst_exec *exec, const bst_low_rank_add_tensors *tensors);
 
+/* Up to three linear layers of one input, for few rows: y_i [T, N_i] = x weight_i^T + bias_i, x [T, K], weight_i
+ * [N_i, K], all in rows with gaps or without, bias_i [N_i] or NULL, of one type. Summed in float32, rounded once. On
+ * CUDA in 16 bits, for up to 32 rows and K of a multiple of 8, each in rows that begin at multiples of 16 bytes, all
+ * weights are read in one launch; else it is a product a layer, where a bias is rounded to be added to. */
+typedef struct bst_low_rank_layers_tensors {
+    size_t size; /* sizeof(bst_low_rank_layers_tensors) */
+    const DLTensor *x;
+    const DLTensor *weight[3], *bias[3]; /* weights from the second on NULL: no such layer */
+    DLTensor *y[3];
+} bst_low_rank_layers_tensors;
+
+BST_API bst_status bst_low_rank_layers(const bst_exec *exec, const bst_low_rank_layers_tensors *tensors);
+
 /* A thin matrix of float32 as products of bfloat16 take it, so that an adapter of float32 beside a model of bfloat16
  * loses nothing: x [T, G, P, R], float32, P being 1 or, of the products with all three pieces of a matrix, 3, which are
  * summed up, times scale. sum [T, G, R]: those numbers in float32. pieces [T, G, 3, R], bfloat16: three that are added

@@ -131,7 +131,7 @@ static void check(bool fine, const char *function, const char *file, uint32_t li
     if (!fine) snprintf(thrown, sizeof thrown, "%s", message);
 }
 
-enum { MOST_SCHEMAS = 64, MOST_VALUES = 32 };
+enum { MOST_SCHEMAS = 96, MOST_VALUES = 32 };
 static char schemas[MOST_SCHEMAS][1024];
 static int schema_count;
 
@@ -291,6 +291,7 @@ static const operator_call operators[] = {
     {"low_rank_backward_into", 1, {F(3, 4), F(3, 2), F(4, 2), W(3, 2), R(0.5)}},
     {"low_rank_dx", 0, {F(3, 4), F(4, 5), O(3, 6), O(6, 5), NONE, NONE, NONE, NONE, O(3, 2), O(2, 5), W(3, 5)}},
     {"low_rank_linear", 0, {F(3, 4), F(5, 4), F(3, 2), F(5, 2), O(5), W(3, 5), R(0.5)}},
+    {"low_rank_layers", 0, {F(3, 4), F(5, 4), O(5), W(3, 5), O(6, 4), NONE, OW(3, 6), NONE, NONE, NONE}},
     {"low_rank_split", 0, {F(3, 1, 3, 4), OW(3, 1, 4), NONE, NONE, R(0.5)}},
     {"low_rank_glu_backward",
      4,

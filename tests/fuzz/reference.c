@@ -577,6 +577,7 @@ const fuzz_reference fuzz_references[] = {
     {"low_rank_add", fuzz_low_rank_add},
     {"low_rank_backward", fuzz_low_rank_backward},
     {"low_rank_dx", fuzz_low_rank_dx},
+    {"low_rank_layers", fuzz_low_rank_layers},
     {"low_rank_linear", fuzz_low_rank_linear},
     {"low_rank_split", fuzz_low_rank_split},
     {"segment_attention_forward", fuzz_segment_attention_forward},

@@ -62,6 +62,7 @@ void fuzz_linear_divergence_forward(fuzz_call *c);
 void fuzz_low_rank_add(fuzz_call *c);
 void fuzz_low_rank_backward(fuzz_call *c);
 void fuzz_low_rank_dx(fuzz_call *c);
+void fuzz_low_rank_layers(fuzz_call *c);
 void fuzz_low_rank_linear(fuzz_call *c);
 void fuzz_low_rank_split(fuzz_call *c);
 void fuzz_moe_linear(fuzz_call *c);

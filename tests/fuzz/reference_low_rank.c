@@ -134,6 +134,27 @@ void fuzz_moe_linear(fuzz_call *c) {
     }
 }
 
+void fuzz_low_rank_layers(fuzz_call *c) {
+    static const char *const layers[][3] = {
+        {"weight_0", "bias_0", "y_0"}, {"weight_1", "bias_1", "y_1"}, {"weight_2", "bias_2", "y_2"}};
+    const fuzz_tensor *x = input(c, "x");
+    for (int i = 0; i < 3; i++) {
+        fuzz_tensor *y = output(c, layers[i][2]);
+        if (!y) continue;
+        const double *weight = numbers(c, layers[i][0]), *bias = numbers(c, layers[i][1]);
+        const int64_t width = last(x), columns = last(y);
+        const double most = y->type == BST_F16 ? 65504 : 0x1p127;
+        for (int64_t e = 0; e < y->count; e++) {
+            double first = bias ? bias[e % columns] : 0, sum = 0, size = 0;
+            for (int64_t k = 0; k < width; k++) {
+                double product = x->numbers[e / columns * width + k] * weight[e % columns * width + k];
+                sum += product, size += fabs(product);
+            }
+            want(y, e, first + sum, size < most && fabs(first) < most ? size + fabs(first) : INFINITY);
+        }
+    }
+}
+
 /* sum and repeated; pieces, which must be what they are to the bit, are looked at in tests/c. */
 void fuzz_low_rank_split(fuzz_call *c) {
     const fuzz_tensor *x = input(c, "x");

@@ -86,12 +86,12 @@ class Decoding:
     def _replayed(self, inputs: dict[str, Any]) -> Any:
         """None: this call is for the model."""
         try:
-            cache: Any = self.cache
-            if inputs.get(self.name) is not cache:
+            room = self.cache.room
+            if inputs.get(self.name) is not self.cache:
                 raise CannotCapture("the model was called without its cache")
             given = Given()
             structure = given.structure({name: value for name, value in inputs.items() if name != self.name})
-            kind = structure, cache.room, self.of_model
+            kind = structure, room, self.of_model
             if self.is_first and kind not in self.shelf.known:
                 return None
             if structure != self.structure:

@@ -159,10 +159,12 @@ class Group:
         call, for a checkpoint's first run may be one without gradients, and its second has to have the same bits."""
         if x.dim() < 3 or x.shape[-2] != 1 or not self._are_few(rows):
             return self.results(x, rows, self.thin(rows))
-        results = self.places(x)
-        weights = self.weights_of(range(len(self.layers)))
-        for i, (y, weight) in enumerate(zip(results, weights, strict=True)):
-            self._fill_alone(y.view(-1, y.shape[-1]), i, rows, weight)
+        weights = list(self.weights_of(range(len(self.layers))))
+        results = low_rank.one_token_layers(x, weights, self.biases)
+        if results is None:
+            results = self.places(x)
+            for i, (y, weight) in enumerate(zip(results, weights, strict=True)):
+                self._fill_alone(y.view(-1, y.shape[-1]), i, rows, weight)
         given: Any = [(results[i].view(-1, results[i].shape[-1]), self.a[i], self.b[i]) for i in self.adapted]
         scales = [self.layers[i].scale for i in self.adapted]
         low_rank.add_to(rows, given, scales)

@@ -230,8 +230,11 @@ def gated_mlp(
         rest = late()
         left = () if rest is None else (rest,)
         return finished(rest, _GatedMLP.apply(x, gate, up, down, gated, *left))
+    both = low_rank.one_token_layers(x, (gate, up), (None, None))
     # y is all that the gradient of the last weight needs.
-    return linear(gated.forward(linear(x, gate), linear(x, up)), down)
+    y = gated.forward(*(both or (linear(x, gate), linear(x, up))))
+    last = low_rank.one_token_layers(y, (down,), (None,))
+    return linear(y, down) if last is None else last[0]
 
 
 def _cast_input(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor | None:

@@ -33,6 +33,10 @@ add_into = torch.ops.bastile.low_rank_add.default
 #: for what is not wanted, and a scale (bst_low_rank_split).
 split_into = torch.ops.bastile.low_rank_split.default
 
+#: y_i = x weight_i^T + bias_i of x, weight_0, bias_0, where y_0 is to be, to those of the third layer, None for what
+#: there is not (bst_low_rank_layers).
+layers_into = torch.ops.bastile.low_rank_layers.default
+
 #: Of bfloat16, that are a number of float32.
 PIECES = 3
 MOST_ADDED = 3
@@ -122,6 +126,61 @@ def add_to(
     """By the operator alone; layers: y, a and b of each."""
     missing = MOST_ADDED - len(layers)
     add_into(x, *[t for layer in layers for t in layer], *[None] * (3 * missing), *scales, *[0.0] * missing)
+
+
+def one_token_layers(
+    x: torch.Tensor, weights: Sequence[torch.Tensor | None], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor] | None:
+    """The results of layers of one input in a call for one token of each of a few rows, as of a text that is generated,
+    by a launch for each three of them. None: these are for products of their own, and so is each call with gradients,
+    and that of several tokens, which may be a checkpoint's first run: its second one has to have the same bits.
+
+    Args:
+        x: [..., 1, K].
+        weights, biases: [N, K] and [N] or None each.
+    """
+    if (
+        torch.is_grad_enabled()
+        or x.dim() < 3
+        or x.shape[-2] != 1
+        or not on_gpu(x)
+        or x.dtype not in HALVES
+        or not 0 < x.numel() <= _MOST_ROWS * x.shape[-1]
+        or not _are_few(x.numel() // x.shape[-1], weights)
+        or torch.is_autocast_enabled(x.device.type)
+        or not served(x, *weights, *biases)
+        or is_compiling()
+        or is_batched(x)
+    ):
+        return None
+    rows = x.reshape(-1, x.shape[-1])
+    given = [t for t in (*weights, *biases) if t is not None]
+    if any([t.dtype is not x.dtype for t in given]) or not all([w is not None and in_rows(w) for w in weights]):
+        return None
+    results = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]  # type: ignore[union-attr]
+    places = [y.view(rows.shape[0], -1) for y in results]
+    layers = list(zip(weights, biases, places, strict=True))
+    for i in range(0, len(layers), MOST_ADDED):
+        some = layers[i : i + MOST_ADDED]
+        layers_into(rows, *[t for layer in some for t in layer], *[None] * (3 * (MOST_ADDED - len(some))))
+    return results
+
+
+#: Rows up to which bst_low_rank_layers has a kernel.
+_MOST_ROWS = 32
+
+
+def _are_few(rows: int, weights: Sequence[torch.Tensor | None]) -> bool:
+    """Whether that kernel takes less time than cuBLAS: where launches are what takes it. On an H200, of its time: up to
+    16 rows 0.33 of queries, keys and values of 1024 columns' width, 0.55 of 4096's, 0.51 of gate and up of 1024's, 0.96
+    of 4096's, 0.65 of one layer of 3072's, 0.9 of 4096's and 1.12 of 12288's; of 32 rows 0.75 of such queries, keys and
+    values, but 1.06 and 1.23 of gate and up of 2048's and 4096's."""
+    width = max([weight.shape[-1] for weight in weights if weight is not None], default=0)
+    numbers = sum([weight.numel() for weight in weights if weight is not None])
+    return width <= _MOST_WIDTH and (rows <= _FEW_ROWS or len(weights) >= MOST_ADDED or numbers <= _FEW_NUMBERS)
+
+
+_FEW_ROWS, _MOST_WIDTH, _FEW_NUMBERS = 16, 8192, 8 << 20
 
 
 def input_gradient(

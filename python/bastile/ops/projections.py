@@ -110,12 +110,13 @@ def projections(
         biases: [N] for each weight, or None, likewise; empty: none has one.
 
     Returns:
-        One [..., N] for each weight, the bits that the layers give. Gradients flow to x, the weights and biases, where
-        they are wanted; x's is summed within the products, from the last weight to the first. Kept for them are x and
-        the weights, as the products read them. Where that gains nothing (one weight, an x without gradient) or is not
-        served (an x of one dimension, devices other than CPU and CUDA, types that autocast does not cast under it,
-        subclasses of tensors, functorch), each product is a node of its own. A second differentiation is an error where
-        something was cast.
+        One [..., N] for each weight, the bits that the layers give, but in a call without gradients for one token of
+        each of a few rows on a GPU, where all weights are read in one launch. Gradients flow to x, the weights and
+        biases, where they are wanted; x's is summed within the products, from the last weight to the first. Kept for
+        them are x and the weights, as the products read them. Where that gains nothing (one weight, an x without
+        gradient) or is not served (an x of one dimension, devices other than CPU and CUDA, types that autocast does not
+        cast under it, subclasses of tensors, functorch), each product is a node of its own. A second differentiation is
+        an error where something was cast.
 
     Raises:
         ValueError: for another number of biases than of weights.
@@ -128,5 +129,8 @@ def projections(
             dtype = cast_type(x) if _is_any_autocast_enabled() else None
             if dtype is None or all([t.dtype in FLOATS for t in (x, *given)]):
                 return _Projections.apply(x, dtype, len(weights), *weights, *biases)[: len(weights)]
+    found = low_rank.one_token_layers(x, weights, biases or [None] * len(weights))
+    if found is not None:
+        return tuple(found)
     each = zip(weights, biases or [None] * len(weights), strict=True)
     return tuple([linear(x, weight, bias) for weight, bias in each])

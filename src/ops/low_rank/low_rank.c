@@ -208,5 +208,5 @@ bst_status bst_low_rank_backward(const bst_exec *exec, const DLTensor *dy, const
 }
 
 const bst_function *const bst__low_rank[] = {
-    &bst__low_rank_linear, &bst__low_rank_dx,    &backward, &bst__low_rank_glu_backward,
-    &bst__low_rank_add,    &bst__low_rank_split, NULL};
+    &bst__low_rank_linear, &bst__low_rank_dx,     &backward, &bst__low_rank_glu_backward, &bst__low_rank_add,
+    &bst__low_rank_split,  &bst__low_rank_layers, NULL};

@@ -13,7 +13,10 @@ bool bst__low_rank_aligned(const bst_view *v);
 /* Elements from a matrix' row to the next. */
 static inline int64_t low_rank_stride(const bst_view *matrix) { return matrix->rows.inner_stride; }
 extern const bst_function bst__low_rank_linear, bst__low_rank_dx, bst__low_rank_glu_backward, bst__low_rank_add,
-    bst__low_rank_split;
+    bst__low_rank_split, bst__low_rank_layers;
+/* y = x weight^T + bias, or NULL, as one product. */
+bst_status bst__low_rank_one(const bst_exec *exec, const char *op, const bst_view *x, const bst_view *weight,
+                             const bst_view *bias, const bst_view *y);
 
 /* out [m, R] = scale x y, y [k, R] in float32 in a workspace: x is dy, or dy transposed, of 16 bits. */
 typedef struct low_rank_cpu {

@@ -128,6 +128,11 @@ static bst_status one_by_one(const bst_exec *exec, const char *op, const sum *s)
     return BST_OK;
 }
 
+bst_status bst__low_rank_one(const bst_exec *exec, const char *op, const bst_view *x, const bst_view *weight,
+                             const bst_view *bias, const bst_view *y) {
+    return one_by_one(exec, op, &(sum){.bias = bias, .x = {x}, .weight = {weight}, .y = y, .products = 1});
+}
+
 /* Products of the framework or of a library take no rows that overlap. Said before anything is written. */
 static bst_status need_apart(const char *op, const bst_argument *arguments, const bst_view *v) {
     for (int i = 0; !(arguments[i].flags & BST_OUT); i++) /* which are the last */
