@@ -50,7 +50,7 @@ def test_errors_are_no_larger_than_pytorchs(
     weights = [random_tensor((n, width), dtype, device) for n in columns]
     biases = [random_tensor((n,), dtype, device) if n % 16 else None for n in columns]
     found = one_token_layers(x, weights, biases)
-    if rows > 32:
+    if rows > 32 or width % 8:
         assert found is None
         return
     assert found is not None
@@ -61,7 +61,7 @@ def test_errors_are_no_larger_than_pytorchs(
         its = torch.nn.functional.linear(x, weight, bias)
         assert y.shape == its.shape
         # A product of its own rounds a bias to add to it; elsewhere both round once, and sum in another order.
-        of_its_own = bias is not None and (width % 8 or device == "cpu")
+        of_its_own = bias is not None and device == "cpu"
         assert error(y, right) <= (1.6 if of_its_own else 1.05) * error(its, right) + 1e-9
     again = one_token_layers(x, weights, biases)
     assert again is not None

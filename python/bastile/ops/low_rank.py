@@ -145,6 +145,7 @@ def one_token_layers(
         or x.shape[-2] != 1
         or not on_gpu(x)
         or x.dtype not in HALVES
+        or x.shape[-1] % 8
         or not 0 < x.numel() <= _MOST_ROWS * x.shape[-1]
         or not _are_few(x.numel() // x.shape[-1], weights)
         or torch.is_autocast_enabled(x.device.type)
