@@ -122,6 +122,9 @@ class Draw:
                 self.sizes |= {"B": 1, "S": 2 + self.size()}
                 self.given = (self.given | {"cu_seqlens"}) - {"initial", "dfinal"}
                 self.attributes |= {name: False for name in ("want_final", "want_dinitial") if name in names}
+        for weight, bias, into in [(f"weight_{i}", f"bias_{i}", f"into_{i}") for i in (1, 2)]:
+            if into in names:
+                self.given = self.given | {into} if weight in self.given else self.given - {bias, into}
         if "cuts" in names:
             groups = self.random.randint(1, 3)
             self.sizes |= {"G": groups, "H": groups * self.random.randint(1, 3), "C": self.random.randint(2, 9)}
