@@ -89,6 +89,19 @@ TEST(errors_name_the_argument_and_write_nothing) {
     REFUSED(BST_INVALID, bst_low_rank_backward(NULL, &t[0], &t[1], &t[2], 1, &t[1], &t[4]), "g and thin share memory");
 }
 
+/* A product refuses them, and the first one must not have been made by then. */
+TEST(rows_that_overlap) {
+    matrix dy = filled(dys, 6, 8, 0, 0, 0, 3), thin = filled(thins, 6, 4, 0, 0, 0, 4), b = filled(bs, 8, 4, 0, 0, 0, 5);
+    matrix g = filled(gs, 6, 4, 0, 0, 0, 0), db = filled(dbs, 8, 4, 0, 0, 0, 0);
+    DLTensor t[] = {tensor_of(&dy), tensor_of(&thin), tensor_of(&b), tensor_of(&g), tensor_of(&db)};
+    thin.strides[0] = 0;
+    REFUSED(BST_UNSUPPORTED, bst_low_rank_backward(NULL, &t[0], &t[1], &t[2], 1, &t[3], &t[4]),
+            "the rows of thin overlap");
+    thin.strides[0] = 4, dy.strides[0] = 0;
+    REFUSED(BST_UNSUPPORTED, bst_low_rank_backward(NULL, &t[0], &t[1], &t[2], 1, &t[3], &t[4]),
+            "the rows of dy overlap");
+}
+
 static float xs[MOST], weights[MOST];
 
 static float biases[MOST];
@@ -303,6 +316,7 @@ int main(void) {
     RUN(a_linear_layer_with_its_adapter);
     RUN(the_gradient_of_their_input);
     RUN(errors_name_the_argument_and_write_nothing);
+    RUN(rows_that_overlap);
     RUN(kernels_compile_for_every_chip);
     return bst_test_report();
 }

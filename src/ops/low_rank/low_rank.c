@@ -51,6 +51,9 @@ static bst_status multiply(const bst_exec *exec, const char *op, const bst_view 
     of_db.b = v[THIN].data, of_db.ldb = v[THIN].rows.inner_stride;
     of_db.out = v[DB].data, of_db.ldo = v[DB].size[1];
     of_db.output_type = bst__dl_type(BST_F32);
+    /* A library's products take no rows that overlap; said before anything is written. */
+    BST_TRY(bst__need_rows_apart(op, "dy", dy));
+    BST_TRY(bst__need_rows_apart(op, "thin", &v[THIN]));
     BST_TRY(bst__gemm(exec, op, &of_g));
     return bst__gemm(exec, op, &of_db);
 }

@@ -52,6 +52,9 @@ static const bst_attribute_rule rules[] = {
 
 static bst_status check(const char *op, const bst_view *v, const bst_attribute *attributes) {
     BST_TRY(bst__glu_need_apart(op, attributes));
+    /* A library's products take no rows that overlap. */
+    BST_TRY(bst__need_rows_apart(op, "thin", &v[THIN]));
+    if (bst__given(&v[G_DOWN])) BST_TRY(bst__need_rows_apart(op, "g_down", &v[G_DOWN]));
     if (v[THIN].size[1] % 2 == 0) return BST_OK;
     return bst__error(BST_INVALID, "%s: thin has shape %s; columns of gate, and as many of up, are needed", op,
                       bst__shape_text(&v[THIN]));
