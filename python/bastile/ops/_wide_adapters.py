@@ -51,6 +51,8 @@ class WideGroup(Group):
     A's [3 rank, K], and of each B [N, 3 r]; where there is no such product, A's and B's in float32."""
 
     is_wide = True
+    #: While results are filled: the thin ones, and these rounded, once a product asks for them.
+    _filled_from: torch.Tensor | None = None
     _repeated: torch.Tensor | None = None
 
     @property
@@ -119,35 +121,27 @@ class WideGroup(Group):
         return into
 
     def fill(self, rows: torch.Tensor, thin: torch.Tensor | None, *results: torch.Tensor) -> None:
-        self._repeated = None
+        self._filled_from, self._repeated = thin, None
         super().fill(rows, thin, *results)
-        self._repeated = None
+        self._filled_from = self._repeated = None
 
-    def _fill(
-        self,
-        y: torch.Tensor,
-        i: int,
-        rows: torch.Tensor,
-        thin: torch.Tensor | None,
-        b: torch.Tensor | None,
-        weight: Any,
+    def _fill_with(
+        self, y: torch.Tensor, i: int, rows: torch.Tensor, mine: torch.Tensor, b: torch.Tensor, weight: Any
     ) -> None:
         of_b: Any = self.b[i]
-        if thin is None or b is None:
-            self._fill_alone(y, i, rows, weight)
-            return
         run, scale = self._run(i), self.layers[i].scale
         pieces = min(PIECES, MOST_RANK // run.rank) if run.rank else 0
         if self._has_pieces and pieces and is_one_product(rows, weight, of_b) and low_rank.fills(y):
             if self._repeated is None:
-                self._repeated = self._rounded_thin(thin)
-            mine, within = self._repeated[:, run.wide], b
+                assert self._filled_from is not None
+                self._repeated = self._rounded_thin(self._filled_from)
+            halves, within = self._repeated[:, run.wide], b
             if pieces < PIECES:
-                mine, within = mine[:, : pieces * run.rank], b[:, : pieces * run.rank].contiguous()
-            low_rank.linear_into(rows, weight, mine, within, self.biases[i], y, scale)
+                halves, within = halves[:, : pieces * run.rank], b[:, : pieces * run.rank].contiguous()
+            low_rank.linear_into(rows, weight, halves, within, self.biases[i], y, scale)
             return
         self._fill_alone(y, i, rows, weight)
-        y.copy_(torch.add(y, self._mine(thin, i) @ of_b.t().float(), alpha=scale))
+        y.copy_(torch.add(y, mine @ of_b.t().float(), alpha=scale))
 
     def _rounded_thin(self, thin: torch.Tensor) -> torch.Tensor:
         """Thin results, or their gradients, as products with pieces of another factor take them, [rows, 3 rank]."""
