@@ -304,12 +304,19 @@ def test_sharded_parameters() -> None:
         bastile.apply(cuda_graphs=True)
         model = tiny_model().to(DEVICE)
         for layer in model.model.layers:
-            fully_shard(layer)
+            fully_shard(layer.mlp)
         fully_shard(model)
         counted()
         for step in range(3):
             model(**batch_of(model, step)).loss.backward()
         assert counted() == (0, {"sharded parameters (FSDP or tensor parallelism)": 3})
+        model = tiny_model().to(DEVICE)
+        for part in [part for layer in model.model.layers for part in (layer.mlp, layer)]:
+            fully_shard(part)
+        fully_shard(model)
+        for step in range(3):
+            model(**batch_of(model, step)).loss.backward()
+        assert counted() == (0, {"weights that FSDP shards otherwise than by units of one layer each": 3})
     model = tiny_model().to(DEVICE)
     model.model.layers[0].mlp.up_proj.weight.ds_id = 0  # as ZeRO-3 marks what it has taken away
     loss_of(model).backward()

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import bastile
 from bastile.models import small
 from bastile.optim import AdamW
+from graphing import allow_graphs
 from processes import on_processes
 
 PROCESSES, STEPS, SAVED = 2, 4, 2
@@ -81,18 +82,22 @@ def optimizer_of(trainer: Trainer) -> Any:
     return trainer.optimizer.optimizer
 
 
-def process(rank: int, folder: Path) -> None:
+def process(rank: int, folder: Path, graphs: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fsdp_on_a_cpu(patch)
+        if graphs:
+            allow_graphs(patch, "cpu")
         stocks_looks, looks = Looks(), Looks()
         stocks, stock_logged = run(folder / "stock", stocks_looks)
         assert type(optimizer_of(stocks)) is torch.optim.AdamW
         wanted = weights(stocks)
 
-        bastile.apply()
+        bastile.apply(cuda_graphs=graphs)
         ours, logged = run(folder / "ours")
         assert type(optimizer_of(ours)) is AdamW
-        assert bastile.report(reset=True).ran("adamw") == 1
+        told = bastile.report(reset=True)
+        assert told.ran("adamw") == 1
+        assert told.ran("cuda_graphs") == (STEPS - 1 if graphs else 0)
         same(logged, stock_logged)
         same(weights(ours), wanted)
         assert all(isinstance(s["exp_avg"], DTensor) for s in optimizer_of(ours).state.values())
@@ -116,5 +121,6 @@ def process(rank: int, folder: Path) -> None:
         same(weights(resumed), wanted)
 
 
-def test_two_processes(tmp_path: Path) -> None:
-    on_processes(PROCESSES, tmp_path, process, tmp_path)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_two_processes(graphs: bool, tmp_path: Path) -> None:
+    on_processes(PROCESSES, tmp_path, process, tmp_path, graphs)

@@ -26,6 +26,7 @@ from bastile.graphs.calls import bare
 from bastile.graphs.recorder import Recorder, uses_of_storage
 from bastile.graphs.returned import hidden_of
 from bastile.graphs.runs import Layer, Lent, Note, Run, copies, runs_of, trains_little
+from bastile.graphs.sharded import Sharded
 from bastile.models.alike import kind_of
 from bastile.models.chunks import Chunks, lengths_of, open_up, opened, say
 from bastile.ops._random import drawing_again, generator_of, state_of
@@ -77,13 +78,15 @@ class Captured:
         is_new: bool = False,
         lends_gradients: bool = True,
         given: Sequence[torch.Tensor] = (),
+        sharded: Sharded | None = None,
     ) -> None:
         """is_new: no such step has run; the note is one of others. lends_gradients: those of parameters may lie in the
-        pool until the next step, where they are not to be copied anyway. given: the first of such a step's tensors."""
+        pool until the next step, where they are not to be copied anyway. given: the first of such a step's tensors.
+        sharded: what becomes of the layers' parameters."""
         self.is_foreseen = is_new  # until a step has been called as the note says
         self.broken_off = 0  # steps that were to be replayed and became something else on the way
         little = note.checkpoints and trains_little(modules)
-        self.runs = runs_of(modules, note, little)
+        self.runs = runs_of(modules, note, little, None if sharded is None else sharded.gathered)
         self.at = {run.first: run for run in self.runs}
         self.others = [Place(each) for each in note.others]
         for each, tensor in zip(self.others, given, strict=False):
@@ -94,7 +97,7 @@ class Captured:
             _open(self.others[place].tensor, longest, note.calls[0].hidden[0])
         self._recorder, self._autocast, self._note = recorder, autocast, note
         self._own: list[torch.Tensor] = []  # memory beside the pool's
-        self.lends_gradients = lends_gradients and (little or not note.checkpoints)
+        self.lends_gradients = lends_gradients and (little or not note.checkpoints) and sharded is None
         self.lowest = next((run.index for run in self.runs if run.wants_gradients), len(self.runs))
         with recorder.recording(self._warm_up if is_new else None):
             self._record()
@@ -252,7 +255,7 @@ class Captured:
         args, kwargs = rebuilt(layer.call.structure, others)
         are_wanted = bool(layer.call.of_routers)
         with bare(layer.module), layer.standing_in(), collected.routers_alone(are_wanted) as of_routers:
-            output = hidden_of(layer.module(hidden, *args, **kwargs))
+            output = hidden_of(layer.run(hidden, *args, **kwargs))
         leads = torch.is_grad_enabled() and (
             hidden.requires_grad or bool(layer.parameters) or any(other.requires_grad for other in others)
         )

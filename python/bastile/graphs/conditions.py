@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from bastile.graphs.collected import collects
 from bastile.graphs.recorder import CudaRecorder, Recorder
+from bastile.graphs.sharded import Sharded
 from bastile.guards import function_of, stock_of
-from bastile.models.checkpoints import is_layer
+from bastile.models.checkpoints import is_layer, unwrapped, wrapped_by_checkpoint
 from bastile.ops._common import PLAIN, in_transform
 from bastile.ops._random import generator_of
 from bastile.recompute import is_recomputing
@@ -44,13 +46,20 @@ def against_this_step() -> str | None:
     return None
 
 
-def against_these_layers(layers: Sequence[Any]) -> str | None:
-    """What stays as it is as long as the layers do."""
+def against_these_layers(layers: Sequence[Any], how_sharded: Sharded | str | None = None) -> str | None:
+    """What stays as it is as long as the layers do. how_sharded: their parameters, if they are, or why not as suits."""
     if not layers or len(set(layers)) < len(layers):
         return "no layers, or one that stands there twice"
-    if not all(map(is_layer, layers)):
-        return f"layers of the class {type(layers[0]).__qualname__}, which is none of Transformers' layers"
-    tensors = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
+    inner = list(map(unwrapped, layers))
+    if not all(map(is_layer, inner)):
+        return f"layers of the class {type(inner[0]).__qualname__}, which is none of Transformers' layers"
+    if isinstance(how_sharded, str):
+        return how_sharded
+    if how_sharded is None and not all(map(is_, inner, layers)):
+        return "layers within wrappers of PyTorch's, whose parameters are not sharded"
+    # What is sharded is whole, and plain, where a layer has it.
+    parameters = () if how_sharded is not None else [p for layer in layers for p in layer.parameters()]
+    tensors = [*parameters, *[t for layer in layers for t in layer.buffers()]]
     reason = _against(tensors, layers, [module for layer in layers for module in layer.modules()])
     if reason is None and any(t.requires_grad and type(t) not in PLAIN for t in tensors if isinstance(t, nn.Parameter)):
         return "trained parameters of a tensor class of their own"
@@ -82,7 +91,7 @@ def _against(tensors: Sequence[torch.Tensor], called: Sequence[Any], within: Seq
         return "sharded parameters (FSDP or tensor parallelism)"
     if any(hasattr(parameter, name) for parameter in parameters for name in _SHARDED):
         return "sharded parameters (FSDP or DeepSpeed)"
-    if len({t.device for t in tensors}) != 1:
+    if len({t.device for t in tensors}) > 1:
         return "layers on several devices"
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in called):
         return "layers that torch.compile has compiled"
@@ -100,12 +109,21 @@ def _runs_its_class(module: nn.Module) -> bool:
 def checkpoints(layer: Any) -> bool | None:
     """Whether the layer's next call is checkpointed; None where by a function that is not PyTorch's, or told more than
     how."""
-    if not (getattr(layer, "gradient_checkpointing", False) and layer.training):
+    inner = unwrapped(layer)
+    on = getattr(inner, "gradient_checkpointing", False) and inner.training
+    if inner is not layer and (on or not wrapped_by_checkpoint(layer)):
+        return None
+    if not on and inner is layer:
         return False
-    function = layer._gradient_checkpointing_func
+    function = function_of_checkpoint(layer)
     if not isinstance(function, partial) or function.func is not checkpoint or function.args:
         return None
     return True if function.keywords.keys() <= {"use_reentrant", "preserve_rng_state", "determinism_check"} else None
+
+
+def function_of_checkpoint(layer: Any) -> Any:
+    """What checkpoints its call."""
+    return layer.checkpoint_fn if wrapped_by_checkpoint(layer) else layer._gradient_checkpointing_func
 
 
 def settings() -> tuple[Any, ...]:
@@ -140,7 +158,7 @@ def _of_both_passes() -> tuple[Any, ...]:
 
 def keeps_random_state(layer: Any) -> bool:
     """Whether the second run of a checkpointed layer draws the numbers of the first."""
-    return bool(layer._gradient_checkpointing_func.keywords.get("preserve_rng_state", True))
+    return bool(function_of_checkpoint(layer).keywords.get("preserve_rng_state", True))
 
 
 def random_state(device: torch.device) -> Any:

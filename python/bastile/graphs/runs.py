@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -108,26 +108,35 @@ def copies(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 class Layer:
     """One layer of a run."""
 
-    def __init__(self, module: nn.Module, call: Call, differentiates: bool) -> None:
+    def __init__(
+        self, module: nn.Module, call: Call, differentiates: bool, gathered: Mapping[int, nn.Parameter] | None = None
+    ) -> None:
+        """gathered: what takes its parameters' place while it is called, by their numbers, if they are sharded."""
         self.module, self.call = module, call
+        #: Without the hooks that gather them.
+        self.run: Callable[..., Any] = module if gathered is None else module.forward
         modules = list(each(module))
-        self.all_parameters = parameters_of(modules)
+        gathered = gathered or {}
+        self.all_parameters = [gathered.get(id(p), p) for p in parameters_of(modules)]
         self.parameters = [p for p in self.all_parameters if differentiates and p.requires_grad]
         # The same memory, but new to autograd, whose nodes for the parameters themselves belong to another stream.
         self.stand_ins: list[torch.Tensor] = [nn.Parameter(p.detach()) for p in self.parameters]
         stand_ins = dict(zip(map(id, self.parameters), self.stand_ins, strict=True))
-        own = [(table, name, p) for table in tables_of(modules) for name, p in table.items()]
-        self._places = [(table, name, p, stand_ins[id(p)]) for table, name, p in own if id(p) in stand_ins]
+        own = [(table, name, p, gathered.get(id(p), p)) for table in tables_of(modules) for name, p in table.items()]
+        others = [(table, name, p, stand_ins.get(id(there), there)) for table, name, p, there in own]
+        self._places = [(table, name, other) for table, name, p, other in others if other is not p]
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Within, its modules hold the stand-ins in place of the parameters that want gradients."""
+        """Within, its modules hold the stand-ins in place of the parameters that want gradients, and what is gathered
+        in place of what is sharded."""
+        before = [table[name] for table, name, _ in self._places]
         try:
-            for table, name, _, stand_in in self._places:
+            for table, name, stand_in in self._places:
                 table[name] = stand_in
             yield
         finally:
-            for table, name, parameter, _ in self._places:
+            for (table, name, _), parameter in zip(self._places, before, strict=True):
                 table[name] = parameter
 
 
@@ -178,8 +187,14 @@ def trains_little(modules: Sequence[nn.Module]) -> bool:
     return sum(p.nbytes for p in parameters if p.requires_grad) <= LITTLE * sum(p.nbytes for p in parameters)
 
 
-def runs_of(modules: Sequence[nn.Module], note: Note, little: bool = False) -> list[Run]:
-    """little: is what is trained of them."""
+def runs_of(
+    modules: Sequence[nn.Module],
+    note: Note,
+    little: bool = False,
+    gathered: Callable[[int], Mapping[int, nn.Parameter]] | None = None,
+) -> list[Run]:
+    """little: is what is trained of them. gathered: by a layer's place, where each one's parameters are sharded and it
+    is a run of its own, what takes their place while it is called."""
     runs: list[Run] = []
     layers: list[Layer] = []
     most_checkpointed = MOST_LAYERS if little else MOST_CHECKPOINTED
@@ -193,12 +208,14 @@ def runs_of(modules: Sequence[nn.Module], note: Note, little: bool = False) -> l
             or call.checkpoints is not before.checkpoints
             or index - 1 in note.ends | note.leaving
             or len(layers) == (most_checkpointed if call.checkpoints else MOST_LAYERS)
+            or gathered is not None
         ):
             runs.append(Run(len(runs), index - len(layers), layers, note))
             layers = []
         if call.against is None:
             is_behind = bool(index) and note.calls[index - 1].against is None
-            layers.append(Layer(module, call if is_behind else replace(call, is_chained=False), note.differentiates))
+            call = call if is_behind else replace(call, is_chained=False)
+            layers.append(Layer(module, call, note.differentiates, None if gathered is None else gathered(index)))
     if layers:
         runs.append(Run(len(runs), len(note.calls) - len(layers), layers, note))
     for run in runs:

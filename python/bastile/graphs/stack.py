@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from bastile.graphs import conditions, host_time
+from bastile.graphs import collected, conditions, host_time
 from bastile.graphs.captured import Captured
 from bastile.graphs.lengths import Lengths
 from bastile.graphs.longer import Longer
@@ -23,8 +23,10 @@ from bastile.graphs.recorder import Recorder
 from bastile.graphs.reserved import Reserved
 from bastile.graphs.runs import Note, Run
 from bastile.graphs.seq2seq import Decoders
+from bastile.graphs.sharded import Sharded, sharded
 from bastile.graphs.tables import Tables
 from bastile.graphs.watch import Watch
+from bastile.models.checkpoints import unwrapped
 from bastile.models.chunks import lengths_of
 from bastile.report import Tally
 
@@ -86,6 +88,8 @@ def forget() -> None:
         host_time.say(stack.layers, True)
         for each in (*stack.and_beside(), *stack.states):
             each.retire()
+            if each.sharded is not None:
+                each.sharded.leave()
     _stacks.clear()
 
 
@@ -104,6 +108,8 @@ class Stack:
         self._seen: dict[Any, deque[int]] = {}  # by key of what is noted, in which steps lately
         self.watch: Watch | None = None
         self.layers: list[Any] = []
+        self.inner: list[Any] = []  # the same, without wrappers that checkpoint them
+        self.sharded: Sharded | None = None
         self.never: str | None = None  # why these layers are not captured
         self.changes = 0
         self.quiet = 0  # steps since the last change
@@ -161,10 +167,13 @@ class Stack:
             self._look_at(layers)
         if self.never is None:
             reason = conditions.against_this_step()
+            if reason is None and self.sharded is not None:
+                reason = self.sharded.against()
             if reason is not None:
                 return reason
             # The others are looked at when their graphs are about to be launched.
-            if self.watch is None or not self.watch.begin(everything=self.is_wary or not self.captured):
+            everything = self.is_wary or not self.captured or self.sharded is not None
+            if self.watch is None or not self.watch.begin(everything):
                 if self.watch is not None:
                     self.changes = self.changes + 1 if self.quiet < _QUIET_STEPS else 1
                     self.quiet = 0
@@ -189,19 +198,24 @@ class Stack:
         if self.layers:  # what others beside have found out holds for these, when they are first looked at
             for table in (self.notes, self.read, self.pays, self.ratios, self._seen):
                 table.clear()
-        self.layers = list(layers)
+        self.layers, self.inner = list(layers), list(map(unwrapped, layers))
+        how_sharded = sharded(self.layers, self.inner)
+        self.sharded = how_sharded if isinstance(how_sharded, Sharded) else None
         device = _device_of(layers)
         if device != self.device:
             self.device = device
             self.recorder = None if device is None else conditions.recorder_for(device)
-        self.never = conditions.against_these_layers(layers)
+        self.never = conditions.against_these_layers(layers, how_sharded)
         if device is None:
             self.never = "layers without parameters of their own, as nn.DataParallel's copies are"
         elif self.recorder is None:
             self.never = f"tensors on {device}, which has no CUDA graphs"
         if self.never is None:
-            self.watch = Watch(layers)
+            self.watch = Watch(layers, self._is_called)
         self._say(self.never is None)
+
+    def _is_called(self, hook: Any) -> bool:
+        return collected.collects(hook) or (self.sharded is not None and self.sharded.is_own(hook))
 
     def _say(self, has_graphs: bool) -> None:
         self.has_graphs, self.without = has_graphs, 0
@@ -234,7 +248,7 @@ class Stack:
         ways = self._ways
         each = [lengths for way in ways for lengths in way.all_lengths]
         varied = [lengths.vary for lengths in each]
-        found = next((step for way in ways if (step := way.of(self.layers, args, kwargs)) is not None), None)
+        found = next((step for way in ways if (step := way.of(self.inner, args, kwargs)) is not None), None)
         if [lengths.vary for lengths in each] != varied:
             self.start_over()  # those beside, when they are full
         if found is None or not any(isinstance(note, Note) and found.suits(note) for note in self.notes.values()):
@@ -315,7 +329,11 @@ class Stack:
                 return "someone holds gradients of a step before, beside the parameters"
         if before is not None:
             before.is_over = True
-        gradients = self._gradients if captured.lends_gradients else Run.copied
+        gradients: Callable[[Run], Iterable[torch.Tensor | None]] = Run.copied
+        if self.sharded is not None:
+            gradients = self.sharded.gradients
+        elif captured.lends_gradients:
+            gradients = self._gradients
         assert self.recorder is not None
         if self.differentiates:  # others come in the middle of a step
             self._reserved.begin(self.recorder)

@@ -43,6 +43,8 @@ _MOST_BROKEN_OFF = 2
 _WRITTEN = "arguments of the layers that are written to between them"
 _DIFFERS = "a layer got other arguments than when it was captured"
 _CHANGED = "layers that have changed"
+_WHOLE = "weights of sharded layers that are whole at a time"
+_CAST = "arguments or results of layers that FSDP casts"
 
 
 class Step:
@@ -133,7 +135,7 @@ class Step:
         if self.passage is not None:
             output = self._replayed(self.passage, index, args, kwargs)
             if output is not None:
-                if not self.passage.captured.runs_itself(index):
+                if self.passage is not None and not self.passage.captured.runs_itself(index):
                     collected.collect(self.layers[index], args, output)
                 return output
             self._give_up(_CHANGED if self.stack.is_wary else _DIFFERS)
@@ -153,7 +155,7 @@ class Step:
 
     def _itself(self, index: int, args: Any, kwargs: Any) -> Any:
         layer = self.layers[index]
-        with itself(layer, self.checkpointing[index] is not False):
+        with itself(layer, self.checkpointing[index] is not False and layer is self.stack.inner[index]):
             return layer(*args, **kwargs)
 
     def _give_up(self, reason: str) -> None:
@@ -189,7 +191,11 @@ class Step:
             self.has_replayed = True
             self.run, self.hidden = run, args[0]
             others = [self.given.tensors[place] for place in run.differentiated]
-            self.output, *self.of_routers = Replay.apply(passage, run, args[0], *others, *run.parameters)
+            output, *self.of_routers = self._replay(passage, run, others, args, kwargs)
+            if self.stack.sharded is not None and not self.stack.sharded.is_in_place(run.first):
+                self._give_up(_WHOLE)
+                return output
+            self.output = output
         elif not args or args[0] is not self.output_between or not self._is_given_again(args[1:], kwargs):
             return None
         call = run.layers[index - run.first].call
@@ -205,6 +211,19 @@ class Step:
             return returned(output, others, self.given.tensors, partial(partial, made))
         self.output_between = Between.of(made)
         return returned(self.output_between, others, self.given.tensors, partial(partial, made))
+
+    def _replay(self, passage: Passage, run: Run, others: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        sharded = self.stack.sharded
+        if sharded is None:
+            return Replay.apply(passage, run, args[0], *others, *run.parameters)
+        of_routers: list[torch.Tensor] = []
+
+        def replay(hidden: torch.Tensor) -> torch.Tensor:
+            output, *more = Replay.apply(passage, run, hidden, *others, *run.parameters)
+            of_routers.extend(more)
+            return output
+
+        return sharded.called(run.first, replay, args, kwargs), *of_routers
 
     def _made(self, passage: Passage, run: Run, last: int, hidden: Any, rest: Any, kwargs: Any, place: int = 0) -> Any:
         """The hidden states that the run's layers up to this one return, called themselves; or what the last of them
@@ -294,7 +313,7 @@ class Step:
             raise CannotCapture("checkpointing by another function than PyTorch's, or with settings of its own")
         if any(self.checkpointing) and not hidden.requires_grad:
             for layer, on in zip(self.layers, self.checkpointing, strict=True):
-                if on and layer._gradient_checkpointing_func.keywords.get("use_reentrant", True):
+                if on and conditions.function_of_checkpoint(layer).keywords.get("use_reentrant", True):
                     raise CannotCapture("reentrant checkpointing of hidden states that require no gradient")
         self._autocast = Autocast(hidden.device.type)
         stream = torch.cuda.current_stream(hidden.device).cuda_stream if hidden.is_cuda else 0
@@ -313,6 +332,9 @@ class Step:
         if self.given.cache is not None and not self.stack.differentiates:
             raise CannotCapture("keys and values of a pass without gradients, which may be there to be read")
         self.first_given = len(self.given.tensors)
+        sharded = self.stack.sharded
+        if sharded is not None and sharded.changes_type([hidden, *self.given.tensors]):
+            raise CannotCapture(_CAST)
         return self.stack.with_what_is_read(key, self.given.tensors)
 
     def _foreseen(self, key: Any) -> Note | None:
@@ -366,10 +388,19 @@ class Step:
             stack.tally.step_aside(_CROWDED if stack.is_full() else _SHORT)
             return None
         assert stack.recorder is not None
+        if stack.sharded is not None and not stack.sharded.settle():
+            return None
         stack.make_way(_tokens(key))
         try:
             captured = Captured(
-                stack.recorder, self.layers, noted, self._autocast, is_new, not stack.is_beside, self.given.tensors
+                stack.recorder,
+                stack.inner,
+                noted,
+                self._autocast,
+                is_new,
+                not stack.is_beside,
+                self.given.tensors,
+                stack.sharded,
             )
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]

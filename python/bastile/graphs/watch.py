@@ -12,7 +12,7 @@ there were some: two thousand modules of adapters are 2 ms in each step."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -56,17 +56,18 @@ def _is_scalar(value: Any) -> bool:
 class Watch:
     """Over these layers, as they are now."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Sequence[nn.Module], is_called: Callable[[Any], bool] = collected.collects) -> None:
+        """is_called: whether a hook is called for a graph, too."""
+        self._layers, self._is_called = layers, is_called
         self._parts = [_Part(layers[first : first + PART]) for first in range(0, len(layers), PART)]
         self._hooks = changes.Hooks([hooks for part in self._parts for hooks in part.hooks])
         self._behind = [vars(layer)[HOOKS[0]] for layer in layers]
         self._looked_at = 0  # of the parts, in this step
 
     def has_hooks(self) -> bool:
-        """But those by which Transformers collects what layers return."""
+        """But those by which Transformers collects what layers return, or that graphs are replayed within."""
         found = [*filter(None, self._behind), *self._hooks.filled()]
-        return not all(collected.collects(hook) for hooks in found for hook in hooks.values())
+        return not all(self._is_called(hook) for hooks in found for hook in hooks.values())
 
     def is_asked_for_more(self) -> bool:
         """Whether those collect something now that graphs do not hand out."""

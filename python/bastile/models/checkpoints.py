@@ -3,7 +3,6 @@ a layer would keep without it shows where it is run again in a backward pass."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from bastile.models.structure import torchs_wrapper
 from bastile.offload.mover import bytes_held
 from bastile.ops._common import has_values
 from bastile.ops._late import in_backward
@@ -21,7 +21,6 @@ _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward pass
 #: Of the memory that is there: so much may be in use before it is called tight.
 _SHARE = 0.9
 _GIB = 1 << 30
-_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 
 class _Seen:
@@ -61,10 +60,17 @@ def is_layer(module: nn.Module) -> bool:
 
 def unwrapped(layer: nn.Module) -> nn.Module:
     """What PyTorch's wrappers for modules that are checkpointed or offloaded have in them; any other module itself."""
-    wrapper = getattr(sys.modules.get(_WRAPPERS), "ActivationWrapper", None)
+    wrapper = torchs_wrapper("ActivationWrapper")
     while wrapper and isinstance(layer, wrapper):
         layer = layer._modules["_checkpoint_wrapped_module"]
     return layer
+
+
+def wrapped_by_checkpoint(layer: nn.Module) -> bool:
+    """Whether PyTorch's wrapper for modules that are checkpointed is around this layer, and no other."""
+    wrapper = torchs_wrapper("CheckpointWrapper")
+    is_one = wrapper is not None and isinstance(layer, wrapper) and type(layer).forward is wrapper.forward
+    return is_one and unwrapped(layer) is layer._checkpoint_wrapped_module
 
 
 @contextmanager

@@ -60,8 +60,9 @@ def stacks(file: ModelFile) -> Iterator[type]:
 
 
 def layers_of(module: nn.Module) -> nn.ModuleList | None:
-    """A list of Transformers' layers that it has; None where there is none, or more than one."""
-    found = [each for each in _lists_of(module) if is_layer(each[0])]
+    """A list of Transformers' layers that it has, within wrappers that checkpoint them or not; None: there is none, or
+    more than one."""
+    found = [each for each in _lists_of(module) if is_layer(unwrapped(each[0]))]
     return found[0] if len(found) == 1 else None
 
 
@@ -178,7 +179,7 @@ def _run(step: Step, original: Callable[..., Any], backbone: nn.Module, *args: A
 def _lengthened(stack: Stack, backbone: Any, original: Callable[..., Any], given: dict[str, Any]) -> Any:
     """The arguments of a padded batch and its length, where that pays and nobody notices."""
     if stack.lengths.never is None:
-        stack.lengths.never = not is_causal(original, stack.layers)
+        stack.lengths.never = not is_causal(original, stack.inner)
     if stack.lengths.never:
         return None
     varied = stack.lengths.vary

@@ -9,6 +9,7 @@ parameters, is remembered likewise, where changes are counted. Nothing is kept a
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -23,6 +24,7 @@ from bastile.models import changes
 
 _children, _own = attrgetter("_modules"), attrgetter("_parameters")
 _values = dict.values
+_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 class_of: Callable[[Any], Any] = type  # as a key of tables, which mypy takes classes of modules not to be
 
 
@@ -218,6 +220,11 @@ def names_as_torch(kind: Any, *methods: str) -> bool:
 _SAME = {"modules": each, "named_modules": each_named}
 
 
+def torchs_wrapper(name: str) -> Any:
+    """The class of PyTorch's that wraps modules to checkpoint or offload them; None where nobody has imported it."""
+    return getattr(sys.modules.get(_WRAPPERS), name, None)
+
+
 def _walked(model: nn.Module) -> list[Any] | None:
     found = list(walk(model))
     return None if found[-1] is None else found
@@ -229,7 +236,9 @@ def _are_plain(modules: list[Any]) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_plain(kind: Any) -> bool:
-    names = ("modules", "named_modules", "named_parameters", "_named_members", "children", "named_children")
+    names = ["modules", "named_modules", "named_parameters", "_named_members", "children", "named_children"]
+    if kind.named_parameters is getattr(torchs_wrapper("ActivationWrapper"), "named_parameters", None):
+        names.remove("named_parameters")  # its names alone are others
     has_identity = kind.__hash__ is object.__hash__
     return has_identity and not issubclass(kind, torch.jit.ScriptModule) and names_as_torch(kind, *names)
 
