@@ -57,6 +57,9 @@ def given(ignored: float, rows: int = 4, columns: int = 90) -> dict[str, torch.T
 def results(model: Any, **batch: Any) -> list[Any]:
     """All that it gives, and the gradients of some of it."""
     out = model(**batch, fused_lm_head=True)
+    led = [each for each in (out.loss, out.log_probs, out.entropy) if each.requires_grad]
+    assert led
+    assert all(each._base is None for each in led), "FSDP2 warns of views"
     model.zero_grad()
     total = out.loss + out.entropy.square().sum() + out.log_probs.square().sum()
     total.backward()

@@ -14,6 +14,7 @@ from bastile.graphs import conditions
 from bastile.graphs.arguments import Signature, differentiated
 from bastile.graphs.autocast import Autocast
 from bastile.graphs.recorder import Replayed, uses_of_storage
+from bastile.graphs.sharded import Gathered
 from bastile.models.chunks import Chunks
 from bastile.models.structure import each, parameters_of, tables_of
 
@@ -108,22 +109,21 @@ def copies(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 class Layer:
     """One layer of a run."""
 
-    def __init__(
-        self, module: nn.Module, call: Call, differentiates: bool, gathered: Mapping[int, nn.Parameter] | None = None
-    ) -> None:
-        """gathered: what takes its parameters' place while it is called, by their numbers, if they are sharded."""
+    def __init__(self, module: nn.Module, call: Call, differentiates: bool, gathered: Gathered | None = None) -> None:
+        """gathered: what takes its parameters' place while it is called, if they are sharded."""
         self.module, self.call = module, call
         #: Without the hooks that gather them.
         self.run: Callable[..., Any] = module if gathered is None else module.forward
         modules = list(each(module))
-        gathered = gathered or {}
-        self.all_parameters = [gathered.get(id(p), p) for p in parameters_of(modules)]
+        there: Mapping[int, nn.Parameter] = {} if gathered is None else gathered.parameters
+        memory: Mapping[int, torch.Tensor] = {} if gathered is None else gathered.memory
+        self.all_parameters = [there.get(id(p), p) for p in parameters_of(modules)]
         self.parameters = [p for p in self.all_parameters if differentiates and p.requires_grad]
         # The same memory, but new to autograd, whose nodes for the parameters themselves belong to another stream.
-        self.stand_ins: list[torch.Tensor] = [nn.Parameter(p.detach()) for p in self.parameters]
+        self.stand_ins: list[torch.Tensor] = [nn.Parameter(memory.get(id(p), p).detach()) for p in self.parameters]
         stand_ins = dict(zip(map(id, self.parameters), self.stand_ins, strict=True))
-        own = [(table, name, p, gathered.get(id(p), p)) for table in tables_of(modules) for name, p in table.items()]
-        others = [(table, name, p, stand_ins.get(id(there), there)) for table, name, p, there in own]
+        own = [(table, name, p, there.get(id(p), p)) for table in tables_of(modules) for name, p in table.items()]
+        others = [(table, name, p, stand_ins.get(id(whole), whole)) for table, name, p, whole in own]
         self._places = [(table, name, other) for table, name, p, other in others if other is not p]
 
     @contextmanager
@@ -191,7 +191,7 @@ def runs_of(
     modules: Sequence[nn.Module],
     note: Note,
     little: bool = False,
-    gathered: Callable[[int], Mapping[int, nn.Parameter]] | None = None,
+    gathered: Callable[[int], Gathered] | None = None,
 ) -> list[Run]:
     """little: is what is trained of them. gathered: by a layer's place, where each one's parameters are sharded and it
     is a run of its own, what takes their place while it is called."""

@@ -6,19 +6,24 @@ layer alone has them between its hooks, and so they take no more of it than FSDP
 its hooks around the layer's call, and each layer is a graph of its own, replayed within them: what is sent, when, and
 what becomes of gradients is FSDP2's. Where a process replays a layer and another one computes it, both send the same.
 
+A layer's weights never move while autograd has views of them for a backward pass, which reads where they were.
+
 Layers that FSDP2 shards in another way than one unit each, whose weights are let go of behind the layer, in both
 passes, run without graphs."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from bastile.graphs.recorder import Recorder, uses_of_storage
 from bastile.models.changes import unseen
 from bastile.models.structure import each, parameters_of
 
@@ -36,9 +41,18 @@ _UNKNOWN = "an FSDP whose code is not known"
 _WHOLE = "weights of sharded layers that are whole when a step begins"
 _MOVED = "weights of sharded layers that were gathered elsewhere"
 _TOGETHER = (
-    "bastile: the weights of two captured layers were whole at a time, and a layer's graph is to compute with others "
-    "than its own; bastile.apply(cuda_graphs=False) runs sharded layers without graphs"
+    "bastile: the weights of two sharded layers are whole at a time, and a backward pass is to compute with those of "
+    "both; bastile.apply(cuda_graphs=False) gives each memory of its own"
 )
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A layer's weights as they are within its hooks, by the numbers of those that its modules have outside; and their
+    memory, by the numbers of these."""
+
+    parameters: Mapping[int, nn.Parameter]
+    memory: Mapping[int, torch.Tensor]
 
 
 class _Memory:
@@ -58,6 +72,7 @@ class Sharded:
         for either."""
         self._units, self._groups, self._states = units, groups, states
         self._memory: dict[int, _Memory] = {}  # by group
+        self._recorder: Any = None
 
     def is_of(self, units: Sequence[Any], groups: Sequence[Any]) -> bool:
         return list(map(id, self._units)) == list(map(id, units)) and self._groups == groups
@@ -72,9 +87,9 @@ class Sharded:
         for group in self._groups:
             memory = self._memory.get(id(group))
             if memory is not None and not _is_in(group, memory):
-                if _sizes(group) != memory.sizes:
+                if _sizes(group) != memory.sizes or _is_awaited(group):
                     return _MOVED
-                _put(group, memory)
+                _put(group, memory, self._recorder)
         return None
 
     def is_own(self, hook: Any) -> bool:
@@ -92,33 +107,40 @@ class Sharded:
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
-    def settle(self) -> bool:
-        """From now on gathered weights lie where they stay. False: some have never been gathered."""
-        if not all(hasattr(p, "_unsharded_param") for group in self._groups for p in group.fsdp_params):
+    def settle(self, recorder: Recorder) -> bool:
+        """From now on gathered weights lie where they stay. False: some have never been gathered, or a backward pass
+        that is to come reads them where they were."""
+        others = [group for group in self._groups if id(group) not in self._memory]
+        if not all(hasattr(p, "_unsharded_param") for group in others for p in group.fsdp_params):
             return False
+        if any(map(_is_awaited, others)):
+            return False
+        self._recorder = recorder
         shared = {memory.sizes: memory for memory in self._memory.values()}
-        for group in self._groups:
-            if id(group) not in self._memory:
-                sizes = _sizes(group)
-                if sizes not in shared:
-                    shared[sizes] = _Memory(sizes, group.device)
-                self._memory[id(group)] = shared[sizes]
-                _put(group, shared[sizes])
+        for group in others:
+            sizes = _sizes(group)
+            if sizes not in shared:
+                shared[sizes] = _Memory(sizes, group.device)
+            self._memory[id(group)] = shared[sizes]
+            _put(group, shared[sizes], recorder)
         return True
 
     def leave(self) -> None:
-        """Gathered weights lie where FSDP2 puts them, again."""
+        """Gathered weights lie where FSDP2 puts them, again; but those that a backward pass is still to read."""
         for group in self._groups:
-            if self._memory.pop(id(group), None) is not None:
+            if id(group) in self._memory and not _is_awaited(group):
+                del self._memory[id(group)]
                 _leave(group)
 
-    def gathered(self, index: int) -> dict[int, nn.Parameter]:
-        """A layer's weights as they are within its hooks, by the numbers of those that its modules have outside."""
-        found = {}
-        for p in self._groups[index].fsdp_params:
+    def gathered(self, index: int) -> Gathered:
+        group = self._groups[index]
+        for p in group.fsdp_params:
             p._unsharded_param.requires_grad_(p.sharded_param.requires_grad)
-            found[id(p.sharded_param)] = p._unsharded_param
-        return found
+        pairs = list(zip(group.fsdp_params, self._memory[id(group)].tensors, strict=True))
+        return Gathered(
+            {id(p.sharded_param): p._unsharded_param for p, _ in pairs},
+            {id(p._unsharded_param): _as_weight(p, tensor) for p, tensor in pairs},
+        )
 
     def is_in_place(self, index: int) -> bool:
         group = self._groups[index]
@@ -148,11 +170,11 @@ class Sharded:
                     scope[_FORWARD] = before
 
     def gradients(self, run: Run) -> Iterable[torch.Tensor | None]:
-        """Those of a layer's weights, which FSDP2 sends before the next layer's graph writes there; or keeps, where it
-        is to add those of several steps up first."""
+        """Those of a layer's weights: copies, for the next layer's graph writes where they were made, and FSDP2 does not
+        send them before where they are to be added to those of another pass."""
         if not self.is_in_place(run.first):
             raise RuntimeError(_TOGETHER)
-        return run.lent() if self._groups[run.first].reduce_grads else run.copied()
+        return run.copied()
 
 
 def sharded(wrapped: Sequence[Any], layers: Sequence[Any]) -> Sharded | str | None:
@@ -228,25 +250,53 @@ def _sizes(group: Any) -> tuple[Any, ...]:
 
 
 def _is_in(group: Any, memory: _Memory) -> bool:
-    return all([p.all_gather_outputs[0] is there for p, there in zip(group.fsdp_params, memory.tensors, strict=True)])
+    each = zip(group.fsdp_params, memory.tensors, strict=True)
+    return all([p.all_gather_outputs[0].data_ptr() == there.data_ptr() for p, there in each])
+
+
+def _is_awaited(group: Any) -> bool:
+    """Whether autograd has views of its weights."""
+    storages = [p.all_gather_outputs[0].untyped_storage() for p in group.fsdp_params]
+    return any([uses_of_storage(storage._cdata) > _own_uses() for storage in storages])
+
+
+@functools.cache
+def _own_uses() -> int:
+    """Of a gathered weight's memory: by the tensor that FSDP2 fills, the parameter, and whoever asks."""
+    filled = torch.empty(1)
+    parameter = nn.Parameter(torch.as_strided(filled, (1,), (1,), 0))
+    storage = filled.untyped_storage()
+    uses = uses_of_storage(storage._cdata)
+    del parameter
+    return uses
+
+
+def _as_weight(p: Any, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.as_strided(tensor, p._orig_size, p._contiguous_orig_stride, 0)
 
 
 def _move(group: Any, tensors: Sequence[torch.Tensor]) -> None:
     for p, tensor in zip(group.fsdp_params, tensors, strict=True):
         p.all_gather_outputs = [tensor]
-        p._unsharded_param.data = torch.as_strided(tensor, p._orig_size, p._contiguous_orig_stride, 0)
+        p._unsharded_param.data = _as_weight(p, tensor)
 
 
-def _put(group: Any, memory: _Memory) -> None:
-    """FSDP2 fills this memory as long as no other layer's weights are in use there, and does not free it."""
-    _move(group, memory.tensors)
+def _put(group: Any, memory: _Memory, recorder: Recorder) -> None:
+    """FSDP2 fills this memory as long as no other layer's weights are in use there, and does not free it. Each group sees
+    it as memory of its own, by which is known whose weights autograd has views of."""
+    _move(group, list(map(recorder.borrowed, memory.tensors)))
 
     def wait_for_unshard() -> Any:
-        holder = memory.holder()
         if group._all_gather_result is not None:
-            if holder is not None and holder is not group and holder.is_unsharded:
-                _leave(group)  # and from its hooks on it is as without us
+            holder = memory.holder()
+            is_taken = holder is not None and holder is not group and holder.is_unsharded and _is_in(holder, memory)
+            if is_taken and not _is_awaited(group):
+                _leave(group)
+            elif is_taken and _is_awaited(holder):
+                raise RuntimeError(_TOGETHER)
             else:
+                if is_taken:
+                    _leave(holder)
                 memory.holder = weakref.ref(group)
         return type(group).wait_for_unshard(group)
 

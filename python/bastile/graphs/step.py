@@ -388,7 +388,7 @@ class Step:
             stack.tally.step_aside(_CROWDED if stack.is_full() else _SHORT)
             return None
         assert stack.recorder is not None
-        if stack.sharded is not None and not stack.sharded.settle():
+        if stack.sharded is not None and not stack.sharded.settle(stack.recorder):
             return None
         stack.make_way(_tokens(key))
         try:
