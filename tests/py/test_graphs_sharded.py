@@ -34,7 +34,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def allow_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no GPU, gradients are gone where a graph has made them when the next layer's runs, as in a pool."""
+    """Where there is no GPU, what a graph has made as gradients is gone when the next layer's runs, as in a pool."""
     allow_graphs(monkeypatch)
     _made.clear()
     if ON_CUDA:

@@ -170,8 +170,8 @@ class Sharded:
                     scope[_FORWARD] = before
 
     def gradients(self, run: Run) -> Iterable[torch.Tensor | None]:
-        """Those of a layer's weights: copies, for the next layer's graph writes where they were made, and FSDP2 does not
-        send them before where they are to be added to those of another pass."""
+        """Those of a layer's weights: copies, for the next layer's graph writes where they were made, and before FSDP2
+        sends them if they are to be added to those of another pass."""
         if not self.is_in_place(run.first):
             raise RuntimeError(_TOGETHER)
         return run.copied()
@@ -282,8 +282,8 @@ def _move(group: Any, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _put(group: Any, memory: _Memory, recorder: Recorder) -> None:
-    """FSDP2 fills this memory as long as no other layer's weights are in use there, and does not free it. Each group sees
-    it as memory of its own, by which is known whose weights autograd has views of."""
+    """FSDP2 fills this memory as long as no other layer's weights are in use there, and does not free it. To each group
+    it is memory of its own, by which is known whose weights autograd has views of."""
     _move(group, list(map(recorder.borrowed, memory.tensors)))
 
     def wait_for_unshard() -> Any:

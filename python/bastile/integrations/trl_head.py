@@ -116,17 +116,17 @@ def _forward(tally: Tally, added: Any, is_in_force: Callable[[], bool]) -> Calla
         mask = target != IGNORED
         if not is_shifted:
             mask = mask[:, :-1]
-            of_rows = {name: None if each is None else _but_last(each) for name, each in of_rows.items()}
+            of_rows = {name: None if each is None else each[:, :-1] for name, each in of_rows.items()}
+        of_rows = {name: _no_view(each) for name, each in of_rows.items()}
         divisor = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return result(loss=-of_rows["log_probs"].sum() / divisor, label_mask=mask, **of_rows)
 
     return forward
 
 
-def _but_last(of_rows: torch.Tensor) -> torch.Tensor:
-    """No view where it has a gradient: FSDP2 warns of what a model returns that is one."""
-    cut = of_rows[:, :-1]
-    return cut.clone() if cut.requires_grad else cut
+def _no_view(of_rows: torch.Tensor | None) -> torch.Tensor | None:
+    """Where it has a gradient: FSDP2 warns of what a model returns that is one."""
+    return of_rows.clone() if of_rows is not None and of_rows.requires_grad and of_rows._is_view() else of_rows
 
 
 def _targets(labels: Any, shift_labels: Any) -> torch.Tensor:
