@@ -44,6 +44,7 @@ _WRITTEN = "arguments of the layers that are written to between them"
 _DIFFERS = "a layer got other arguments than when it was captured"
 _CHANGED = "layers that have changed"
 _WHOLE = "weights of sharded layers that are whole at a time"
+_AWAITED = "weights of sharded layers that a backward pass is still to read"
 _CAST = "arguments or results of layers that FSDP casts"
 
 
@@ -389,6 +390,7 @@ class Step:
             return None
         assert stack.recorder is not None
         if stack.sharded is not None and not stack.sharded.settle(stack.recorder):
+            stack.tally.step_aside(_AWAITED)
             return None
         stack.make_way(_tokens(key))
         try:
