@@ -2,7 +2,8 @@
 DeepSpeed: with bastile.apply() or stock.
 
     torchrun --nproc-per-node 2 tools/several_gpus.py --shape qwen3-8b --batch 4 --length 2048 [--lora 16]
-        [--checkpointing] [--fsdp | --zero 2|3] [--float32] [--ragged] [--with stock|liger] [--no-graphs]
+        [--checkpointing] [--fsdp | --zero 2|3] [--float32] [--ragged] [--with stock|liger]
+        [--no-graphs | --always-graphs]
 
 Random weights of the named shape in bfloat16 or float32, random tokens, --batch rows for each process, TRL's defaults
 but for what is named. Prints one JSON object: the median of the steps after the eighth, by a callback that waits for
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "arguments": arguments,
     }
     if options.implementation == "bastile":
-        bastile.apply(cuda_graphs=False if options.no_graphs else "auto")
+        bastile.apply(cuda_graphs=True if options.always_graphs else False if options.no_graphs else "auto")
     shape = options.shape
     dtype = torch.float32 if options.float32 else torch.bfloat16
     return trainer.measure(lambda: build(shape, dtype, device, 0), options.length, device, plan)
@@ -84,7 +85,10 @@ def main() -> None:
     parser.add_argument("--float32", action="store_true", help="weights in float32, under autocast: TRL's own default")
     parser.add_argument("--ragged", action="store_true", help="rows of an eighth of the length and longer")
     parser.add_argument("--no-graphs", action="store_true", help="with bastile, but without CUDA graphs")
+    parser.add_argument("--always-graphs", action="store_true", help="also where they are not known to pay")
     options = parser.parse_args()
+    if options.no_graphs and options.always_graphs:
+        parser.error("--no-graphs and --always-graphs exclude each other")
     if options.fsdp and options.zero:
         parser.error("--fsdp and --zero exclude each other")
     if options.steps <= UNTIMED:
@@ -101,7 +105,7 @@ def main() -> None:
         peaks = everyone
     if int(os.environ.get("RANK", 0)) == 0:
         names = ["implementation", "shape", "batch", "length", "lora"]
-        names += ["checkpointing", "fsdp", "zero", "leaves", "float32", "ragged", "no_graphs"]
+        names += ["checkpointing", "fsdp", "zero", "leaves", "float32", "ragged", "no_graphs", "always_graphs"]
         row = {name: getattr(options, name) for name in names}
         row.update(processes=len(peaks), median_seconds=found["seconds"], queued_seconds=found["queued_seconds"])
         if device.type == "cuda":

@@ -409,6 +409,44 @@ def test_who_waits_for_room_in_the_queue_is_not_slow(
     assert pays(ratio) == has_begun
 
 
+@pytest.mark.parametrize(
+    ("done", "ratio"), [([True] * 3, 1.0), ([True, True, False], 1.0), ([True, False, False], 2.0)]
+)
+def test_a_device_that_waits_in_the_backward_pass_alone(
+    done: list[bool], ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the loss is read between the passes, and the host has more to do for each layer in the second one."""
+    answers = iter(done)
+
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            self.is_of_forward = enable_timing
+
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return self.is_of_forward or next(answers)
+
+        def elapsed_time(self, end: Event) -> float:
+            return 2e3 * measured._seconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    measured = Pays(torch.device("cuda"))
+    measured.begin()
+    hidden = torch.ones(2, requires_grad=True)
+    for _ in range(4):
+        hidden = hidden * 2.0
+        measured.show(hidden)
+    measured.end()
+    assert measured.ratio() == pytest.approx(2.0)  # and it is not known yet what the backward pass is like
+    hidden.sum().backward()
+    assert measured.ratio() == pytest.approx(ratio)
+    measured.begin()
+    measured.end()
+    assert measured.ratio() == pytest.approx(2.0)  # another step
+
+
 @pytest.mark.skipif(not ON_CUDA, reason="needs a queue of launches")
 def test_a_device_that_is_behind_gets_no_graphs() -> None:
     """However many launches are queued: here so many that the host waits for room in each step."""

@@ -150,6 +150,8 @@ class Step:
             except CannotCapture as reason:
                 self._give_up(str(reason))
         output = self._itself(index, args, kwargs)
+        if self.measuring is not None and self.stack.sharded is not None:
+            self.measuring.show(hidden_of(output))
         if self.noting is not None:
             return self.noting.returned(self.given, output, self.layers[index], is_last=index + 1 == len(self.layers))
         return output
