@@ -53,6 +53,28 @@ BST_API bst_status bst_segment_attention_forward(const bst_exec *exec, const bst
 BST_API bst_status bst_segment_attention_backward(const bst_exec *exec, const bst_segment_attention_tensors *tensors,
                                                   const bst_segment_attention_options *options);
 
+/* Attention of one query a row, as of a token of a text that is generated, over keys and values of the row's own:
+ * y = softmax(scale q k^T + bias) v. Heads that share keys read them once. */
+typedef struct bst_token_attention_tensors {
+    size_t size;           /* sizeof(bst_token_attention_tensors) */
+    const DLTensor *q;     /* [B, H, D], D >= 1 */
+    const DLTensor *k, *v; /* [B, G, S, D]; H = G r: head h of q has k and v of head h / r */
+    const DLTensor *bias;  /* [B, S], added to all heads' scores; NULL: none. -infinity: what is there is not seen */
+    DLTensor *y;           /* [B, H, D], contiguous; zeros where nothing is seen */
+} bst_token_attention_tensors;
+
+typedef struct bst_token_attention_options {
+    size_t size;  /* sizeof(bst_token_attention_options) */
+    double scale; /* 0: 1 / sqrt(D) */
+} bst_token_attention_options;
+
+/* All of one float type; of inputs the last dimension is contiguous, and strides may be any else. Sums are in float32,
+ * y is rounded once. options NULL: the usual scale. On CUDA weights are rounded to q's type, and there is
+ * BST_UNSUPPORTED but in bfloat16 or float16, for D that 8 divides, up to 256, addresses that 16 bytes divide, and
+ * rows, heads and keys multiples of 16 bytes apart. */
+BST_API bst_status bst_token_attention(const bst_exec *exec, const bst_token_attention_tensors *tensors,
+                                       const bst_token_attention_options *options);
+
 #ifdef __cplusplus
 }
 #endif

@@ -580,6 +580,7 @@ const fuzz_reference fuzz_references[] = {
     {"low_rank_layers", fuzz_low_rank_layers},
     {"low_rank_linear", fuzz_low_rank_linear},
     {"low_rank_split", fuzz_low_rank_split},
+    {"token_attention", fuzz_token_attention},
     {"segment_attention_forward", fuzz_segment_attention_forward},
     {"segment_attention_backward", fuzz_segment_attention_backward},
     {NULL, NULL},

@@ -66,6 +66,7 @@ void fuzz_low_rank_layers(fuzz_call *c);
 void fuzz_low_rank_linear(fuzz_call *c);
 void fuzz_low_rank_split(fuzz_call *c);
 void fuzz_moe_linear(fuzz_call *c);
+void fuzz_token_attention(fuzz_call *c);
 void fuzz_segment_attention_forward(fuzz_call *c);
 void fuzz_segment_attention_backward(fuzz_call *c);
 

@@ -132,3 +132,38 @@ void fuzz_segment_attention_backward(fuzz_call *c) {
         }
     }
 }
+
+void fuzz_token_attention(fuzz_call *c) {
+    const fuzz_tensor *q = input(c, "q"), *k = input(c, "k");
+    const double *v = numbers(c, "v"), *bias = numbers(c, "bias");
+    fuzz_tensor *y = output(c, "y");
+    const int64_t heads = q->shape[1], dim = q->shape[2], groups = k->shape[1], keys = k->shape[2];
+    const double scale = scale_of(c, dim);
+    double *scores = calloc((size_t)(keys + 1), sizeof *scores);
+    if (!scores) abort();
+    for (int64_t at = 0; at < q->shape[0] * heads; at++) {
+        const int64_t row = at / heads, first = (row * groups + at % heads / (heads / groups)) * keys;
+        double top = -INFINITY, total = 0, most = 1, size;
+        for (int64_t j = 0; j < keys; j++) {
+            const double more = bias ? bias[row * keys + j] : 0;
+            scores[j] = more;
+            if (more == -INFINITY) continue;
+            scores[j] += scale * dot(q->numbers + at * dim, k->numbers + (first + j) * dim, dim, &size);
+            /* The query is multiplied by the scale first. */
+            most = fmax(most, unless_large(size * fmax(fabs(scale), 1) + fabs(more)));
+            top = fmax(top, scores[j]);
+        }
+        for (int64_t j = 0; j < keys; j++)
+            if (scores[j] != -INFINITY) total += exp(scores[j] - top);
+        for (int64_t i = 0; i < dim; i++) {
+            double sum = 0, sizes = 0;
+            for (int64_t j = 0; j < keys; j++) {
+                if (scores[j] == -INFINITY) continue;
+                const double value = v[(first + j) * dim + i], term = exp(scores[j] - top) / total * value;
+                sum += term, sizes += fabs(term) + NOTHING * fabs(value);
+            }
+            want(y, at * dim + i, sum, unless_large(sizes) * most);
+        }
+    }
+    free(scores);
+}

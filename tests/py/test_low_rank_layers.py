@@ -127,8 +127,8 @@ def test_layers_with_adapters(as_on_a_gpu: list[int], monkeypatch: pytest.Monkey
 
 
 def test_calls_that_do_not(as_on_a_gpu: list[int]) -> None:
-    """Those with gradients, of several tokens, or of none, of other types, under autocast, while compiling, in a
-    transform; weights that are no matrices of rows."""
+    """Those with gradients, of several tokens, or of none, of other types, under autocast to another, while compiling,
+    in a transform; weights that are no matrices of rows."""
     x, weight = random_tensor((4, 1, 64), torch.bfloat16, "cpu"), random_tensor((32, 64), torch.bfloat16, "cpu")
 
     def is_served(x: Any, *weights: Any) -> bool:
@@ -148,5 +148,7 @@ def test_calls_that_do_not(as_on_a_gpu: list[int]) -> None:
         for other in (None, weight.float(), weight.t().contiguous().t(), weight[:1].expand(32, 64)):
             assert not is_served(x, weight, other)
         with torch.autocast("cpu", torch.bfloat16):
+            assert is_served(x, weight)
+        with torch.autocast("cpu", torch.float16):
             assert not is_served(x, weight)
         assert torch.vmap(lambda each: torch.tensor(is_served(each[:, None], weight)))(x).sum() == 0

@@ -25,6 +25,7 @@ from bastile.models import running_ahead
 from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.running_ahead import not_ahead, run_ahead
 from bastile.models.sites import ModelFile, Site, calls
+from bastile.ops._held_casts import held_casts
 from bastile.report import Tally
 
 FILE = "transformers.generation.utils"
@@ -112,7 +113,7 @@ def _sample(tally: Tally, original: Any) -> Any:
         if streamer is None and not generation_config.return_dict_in_generate:
             ahead = run_ahead(input_ids.device, generation_config.max_length, logits_processor, stopping_criteria)
         try:
-            with ahead, _room_in_place_of(usual, most) as cache:
+            with held_casts(), ahead, _room_in_place_of(usual, most) as cache:
                 with _calls(self, Decoding(self, cache, name, shelf, tally)):
                     result = loop(**{**kwargs, name: cache})
                 if generation_config.return_dict_in_generate and given_in(result) is cache:

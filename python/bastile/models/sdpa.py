@@ -10,6 +10,7 @@ own (Gemma 4, for the logits that are kept), it stays what it is."""
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from bastile.models.varlen import is_sdpa
 from bastile.ops._attentions import are_faster_here, is_much
 from bastile.ops._common import HALVES, cast_as_linear, cast_type
 from bastile.ops._segments import Segments, of_padding, of_sequences, of_whole_rows, seen, with_more_behind
+from bastile.ops._token_attention import serves_token, token_attention
 from bastile.ops.masked_attention import masked_attention, refusal
 from bastile.report import Tally
 
@@ -250,6 +252,8 @@ def has_refused(config: Any) -> bool:
 
 
 def _attends(original: Any) -> Any:
+    packs = not hasattr(sys.modules.get(original.__module__), "pack_gqa")  # newer releases do it themselves
+
     @functools.wraps(original)
     def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(attention_mask):
@@ -260,6 +264,12 @@ def _attends(original: Any) -> Any:
             if rows is not None:
                 _TALLY.count()
                 return masked_attention(*rows, scale=kwargs.get("scaling")), None
+            if _is_of_one_token(module, query, key, attention_mask, args, kwargs):
+                q, k, v = cast_as_linear(query, key, value)
+                if serves_token(q, k, v, attention_mask):
+                    return token_attention(q, k, v, attention_mask, kwargs.get("scaling")), None
+                if packs and q.shape[1] > k.shape[1]:
+                    return _packed(query, key, value, attention_mask, kwargs.get("scaling")), None
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         q, k, v = cast_as_linear(query, key, value)  # as autocast casts what PyTorch's attention is given
         said, dropout = _said(attention_mask, key.shape[2]), kwargs.get("dropout") or 0.0
@@ -360,6 +370,33 @@ def _whole_rows(
     q, k, v = cast_as_linear(query, key, value)
     is_served = refusal(q, k, v) is None and q.shape[3] == v.shape[3]
     return (q, k, v) if is_served and are_faster_here(q, k, v) else None
+
+
+def _is_of_one_token(module: Any, query: Any, key: Any, mask: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether these are queries of one token each, as of a text that is generated, with a mask that all heads have in
+    common."""
+    return (
+        isinstance(mask, torch.Tensor)
+        and query.shape[2] == 1
+        and query.shape[0] == key.shape[0]
+        and query.shape[1] == key.shape[1] * getattr(module, "num_key_value_groups", 1)
+        and mask.dim() == 4
+        and mask.shape[1] == mask.shape[2] == 1
+        and mask.shape[3] == key.shape[2]
+        and mask.shape[0] in (1, key.shape[0])
+        and not kwargs.get("dropout")
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and _refusal(args, kwargs) is None
+    )
+
+
+def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """[B, 1, heads, D]. Such heads as rows of one: keys and values need not be written once for each of them."""
+    batch, heads, _, width = q.shape
+    rows = q.reshape(batch, k.shape[1], -1, width)
+    packed = torch.nn.functional.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+    return packed.reshape(batch, 1, heads, -1)
 
 
 _WIDE = "its tensors are of float32"

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 from bastile.ops import low_rank
 from bastile.ops._common import Function, cast_type, first_order_only, need_floats, release_on_last_pass, served
 from bastile.ops._glu import Unit, unit_of
+from bastile.ops._held_casts import cast_once
 from bastile.ops._late import Late, finished, late
 from bastile.ops._products import product
 
@@ -230,6 +231,7 @@ def gated_mlp(
         rest = late()
         left = () if rest is None else (rest,)
         return finished(rest, _GatedMLP.apply(x, gate, up, down, gated, *left))
+    x, (gate, up, down) = cast_once(x, (gate, up, down))
     both = low_rank.one_token_layers(x, (gate, up), (None, None))
     # y is all that the gradient of the last weight needs.
     y = gated.forward(*(both or (linear(x, gate), linear(x, up))))

@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_compiling
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
-from bastile.ops._common import HALVES, PLAIN, is_batched, need_floats, on_gpu, served
+from bastile.ops._common import HALVES, PLAIN, cast_type, is_batched, need_floats, on_gpu, served
 
 __all__ = ["low_rank_add", "low_rank_backward"]
 
@@ -148,7 +148,7 @@ def one_token_layers(
         or x.shape[-1] % 8
         or not 0 < x.numel() <= _MOST_ROWS * x.shape[-1]
         or not _are_few(x.numel() // x.shape[-1], weights)
-        or torch.is_autocast_enabled(x.device.type)
+        or (cast_type(x) or x.dtype) is not x.dtype
         or not served(x, *weights, *biases)
         or is_compiling()
         or is_batched(x)

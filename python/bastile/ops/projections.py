@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from bastile.ops import low_rank
 from bastile.ops._common import FLOATS, PLAIN, Function, cast_type, first_order_only, in_transform, is_batched, no_view
+from bastile.ops._held_casts import cast_once
 from bastile.ops._products import add_product, column_sums, product
 
 __all__ = ["projections"]
@@ -129,8 +130,9 @@ def projections(
             dtype = cast_type(x) if _is_any_autocast_enabled() else None
             if dtype is None or all([t.dtype in FLOATS for t in (x, *given)]):
                 return _Projections.apply(x, dtype, len(weights), *weights, *biases)[: len(weights)]
-    found = low_rank.one_token_layers(x, weights, biases or [None] * len(weights))
+    x, cast = cast_once(x, [*weights, *(biases or [None] * len(weights))])
+    of_weights, of_biases = cast[: len(weights)], cast[len(weights) :]
+    found = low_rank.one_token_layers(x, of_weights, of_biases)
     if found is not None:
         return tuple(found)
-    each = zip(weights, biases or [None] * len(weights), strict=True)
-    return tuple([linear(x, weight, bias) for weight, bias in each])
+    return tuple([linear(x, weight, bias) for weight, bias in zip(of_weights, of_biases, strict=True)])

@@ -192,7 +192,7 @@ static const bst_function backward = {
     BST_TORCH("segment_attention_backward: dy q k v cuts y lse scale causal rows window -> dq dk dv"),
 };
 
-const bst_function *const bst__segment_attention[] = {&forward, &backward, NULL};
+const bst_function *const bst__segment_attention[] = {&forward, &backward, &bst__token_attention, NULL};
 
 bst_status bst_segment_attention_forward(const bst_exec *exec, const bst_segment_attention_tensors *tensors,
                                          const bst_segment_attention_options *options) {

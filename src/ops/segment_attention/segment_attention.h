@@ -5,6 +5,7 @@
 #include <assert.h>
 
 #include "core/cpu_kernel.h"
+#include "core/describe.h"
 #include "ops/segment_attention/segment_attention_args.h"
 
 /* q, dy [T, H, D], k, v [S, G, D], of any strides but their last; y [T, H, D], in a backward pass of any strides
@@ -58,6 +59,20 @@ static inline int64_t bst__segment_attention_share_out(const segment_attention_c
     }
     return taken;
 }
+
+/* One query a row: q [B, H, D], k, v [B, G, S, D], of any strides but their last, bias [B, S] likewise, or without
+ * data; y [B, H, D], contiguous. */
+typedef struct token_attention_call {
+    bst_view q, k, v, bias, y;
+    int64_t rows, heads, groups, keys, dim;
+    float scale;
+    int64_t strips; /* on CPU: of work, D twice and S floats each */
+    float *work;
+} token_attention_call;
+
+BST_CPU_DECLARE(bst__token_attention_cpu); /* over strips, between which rows' heads are shared out */
+
+extern const bst_function bst__token_attention;
 
 /* Over strips. */
 BST_CPU_DECLARE(bst__segment_attention_forward_cpu);

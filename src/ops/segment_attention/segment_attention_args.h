@@ -72,6 +72,29 @@ typedef struct attention_sum_args {
 } attention_sum_args;
 #define ATTENTION_SUM_THREADS 256
 
+#define TOKEN_THREADS         128
+#define TOKEN_HEADS           8   /* of queries that a block has at most, which share keys */
+#define TOKEN_DIM             256 /* the widest heads */
+#define TOKEN_PARTS           32  /* of a row's keys at most, a block each */
+
+typedef struct token_attention_args {
+    const void *q, *k, *v, *bias;
+    void *y;
+    float *sums;           /* of a part: [parts, B, H, D], weighted by its own largest score */
+    float *top, *total;    /* [parts, B, H]: that score, and the sum of weights */
+    int64_t q_row, q_head; /* strides, in elements */
+    int64_t k_row, k_head, k_key;
+    int64_t v_row, v_head, v_key;
+    int64_t bias_row;
+    int64_t keys, each;                  /* of a row, of a part */
+    int32_t rows, heads, groups, shared; /* shared: heads of queries that share keys */
+    int32_t chunks;                      /* blocks that these are shared out to */
+    int32_t parts;
+    float scale;
+    int32_t unused;
+} token_attention_args;
+
+static_assert(sizeof(token_attention_args) == 184, "host and device must agree");
 static_assert(sizeof(attention_segments) == 40, "host and device must agree");
 static_assert(sizeof(attention_forward_args) == 448, "host and device must agree");
 static_assert(sizeof(attention_dq_args) == 640, "host and device must agree");

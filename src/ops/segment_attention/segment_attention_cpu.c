@@ -288,3 +288,43 @@ void BST_CPU(bst__segment_attention_queries_cpu)(void *context, int64_t begin, i
 void BST_CPU(bst__segment_attention_keys_cpu)(void *context, int64_t begin, int64_t end) {
     each_part(context, OF_KEYS, begin, end);
 }
+
+/* ---- one query a row --------------------------------------------------------------------------------------------- */
+
+static void of_token(const token_attention_call *c, float *work, int64_t row, int64_t head) {
+    const int64_t dim = c->dim, group = head / (c->heads / c->groups);
+    const bst_view *k = &c->k, *v = &c->v;
+    float *q = work, *other = q + dim, *weights = other + dim, top = -INFINITY;
+    bst_load(q, bst_at(c->q.data, row * c->q.stride[0] + head * c->q.stride[1], c->q.dtype), c->q.dtype, dim);
+    for (int64_t j = 0; j < c->keys; j++) {
+        float bias = 0;
+        if (c->bias.dims)
+            bst_load(&bias, bst_at(c->bias.data, row * c->bias.stride[0] + j, c->bias.dtype), c->bias.dtype, 1);
+        weights[j] = bias;
+        if (bias == -INFINITY) continue;
+        const int64_t at = row * k->stride[0] + group * k->stride[1] + j * k->stride[2];
+        bst_load(other, bst_at(k->data, at, k->dtype), k->dtype, dim);
+        weights[j] = c->scale * (float)bst_sum_of_products(q, other, dim) + bias;
+        top = bst_max(top, weights[j]);
+    }
+    float *sums = q; /* the query has been read */
+    double total = 0;
+    clear(sums, dim);
+    for (int64_t j = 0; j < c->keys; j++) {
+        if (weights[j] == -INFINITY) continue;
+        const float weight = bst_exp(weights[j] - top);
+        const int64_t at = row * v->stride[0] + group * v->stride[1] + j * v->stride[2];
+        bst_load(other, bst_at(v->data, at, v->dtype), v->dtype, dim);
+        total += (double)weight;
+        for (int64_t i = 0; i < dim; i++) sums[i] += weight * other[i];
+    }
+    for (int64_t i = 0; total > 0 && i < dim; i++) sums[i] = (float)((double)sums[i] / total);
+    bst_store(bst_at(c->y.data, (row * c->heads + head) * dim, c->y.dtype), sums, c->y.dtype, dim);
+}
+
+void BST_CPU(bst__token_attention_cpu)(void *context, int64_t begin, int64_t end) {
+    const token_attention_call *c = context;
+    for (int64_t strip = begin; strip < end; strip++)
+        for (int64_t i = strip; i < c->rows * c->heads; i += c->strips)
+            of_token(c, c->work + strip * (2 * c->dim + c->keys), i / c->heads, i % c->heads);
+}
