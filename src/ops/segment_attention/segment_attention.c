@@ -30,7 +30,7 @@ static const bst_attribute_rule rules[] = {
     {NULL},
 };
 
-static bst_status check_heads(const char *op, const bst_view *v) {
+bst_status bst__attention_heads(const char *op, const bst_view *v) {
     int64_t heads = v[Q].size[1], groups = v[K].size[1];
     if (v[Q].size[2] < 1) return bst__error(BST_INVALID, "%s: q has heads of 0 elements; 1 or more are needed", op);
     if (groups ? heads % groups == 0 : !heads) return BST_OK;
@@ -47,17 +47,17 @@ static bst_status check_cuts(const char *op, const bst_view *v) {
 }
 
 #define OF_Q BST_TYPE_OF(Q, "the type of q")
-#define INPUTS                                                                                             \
-    [Q] = {"q", BST_IN, BST_FLOATS, "THD", BST_LAST, BST_AT(q)}, [K] = {"k",        BST_IN,                \
-                                                                        BST_FLOATS, "SGD",                 \
-                                                                        BST_LAST,   OF_Q,                  \
-                                                                        BST_AT(k),  .check = check_heads}, \
-    [V] = {"v", BST_IN, BST_FLOATS, "SGD", BST_LAST, OF_Q, BST_AT(v)}, [CUTS] = {"cuts",                   \
-                                                                                 BST_IN | BST_OPTIONAL,    \
-                                                                                 1u << BST_I32,            \
-                                                                                 "2C",                     \
-                                                                                 BST_CONTIGUOUS,           \
-                                                                                 BST_AT(cuts),             \
+#define INPUTS                                                                                                      \
+    [Q] = {"q", BST_IN, BST_FLOATS, "THD", BST_LAST, BST_AT(q)}, [K] = {"k",        BST_IN,                         \
+                                                                        BST_FLOATS, "SGD",                          \
+                                                                        BST_LAST,   OF_Q,                           \
+                                                                        BST_AT(k),  .check = bst__attention_heads}, \
+    [V] = {"v", BST_IN, BST_FLOATS, "SGD", BST_LAST, OF_Q, BST_AT(v)}, [CUTS] = {"cuts",                            \
+                                                                                 BST_IN | BST_OPTIONAL,             \
+                                                                                 1u << BST_I32,                     \
+                                                                                 "2C",                              \
+                                                                                 BST_CONTIGUOUS,                    \
+                                                                                 BST_AT(cuts),                      \
                                                                                  .check = check_cuts}
 #define OF_QUERIES(name, flags, layout, ...) {name, flags, BST_FLOATS, NULL, layout, BST_LIKE(Q), OF_Q, __VA_ARGS__}
 #define OF_KEYS(name, of, ...) {name, BST_OUT, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(of), OF_Q, __VA_ARGS__}

@@ -73,6 +73,8 @@ typedef struct token_attention_call {
 BST_CPU_DECLARE(bst__token_attention_cpu); /* over strips, between which rows' heads are shared out */
 
 extern const bst_function bst__token_attention;
+/* Of q [..., H, D] and k, which come first: whether heads are of some size, and those of q a multiple of those of k. */
+bst_status bst__attention_heads(const char *op, const bst_view *v);
 
 /* Over strips. */
 BST_CPU_DECLARE(bst__segment_attention_forward_cpu);

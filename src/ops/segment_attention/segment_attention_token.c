@@ -21,19 +21,11 @@ static const bst_attribute_rule rules[] = {
     {NULL},
 };
 
-static bst_status check_heads(const char *op, const bst_view *v) {
-    const int64_t heads = v[Q].size[1], groups = v[K].size[1];
-    if (v[Q].size[2] < 1) return bst__error(BST_INVALID, "%s: q has heads of 0 elements; 1 or more are needed", op);
-    if (groups ? heads % groups == 0 : !heads) return BST_OK;
-    return bst__error(BST_INVALID, "%s: q has %" PRId64 " heads and k %" PRId64 "; a multiple is needed", op, heads,
-                      groups);
-}
-
 #define LIKE_Q BST_TYPE_OF(Q, "the type of q")
 
 static const bst_argument arguments[] = {
     [Q] = {"q", BST_IN, BST_FLOATS, "BHD", BST_LAST, BST_AT(q)},
-    [K] = {"k", BST_IN, BST_FLOATS, "BGSD", BST_LAST, LIKE_Q, BST_AT(k), .check = check_heads},
+    [K] = {"k", BST_IN, BST_FLOATS, "BGSD", BST_LAST, LIKE_Q, BST_AT(k), .check = bst__attention_heads},
     [V] = {"v", BST_IN, BST_FLOATS, "BGSD", BST_LAST, LIKE_Q, BST_AT(v)},
     [BIAS] = {"bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "BS", BST_LAST, LIKE_Q, BST_AT(bias)},
     [Y] = {"y", BST_OUT, BST_FLOATS, "BHD", BST_CONTIGUOUS, LIKE_Q, BST_AT(y)},
