@@ -34,8 +34,14 @@ static seen seen_of(const fuzz_call *c, int64_t query) {
     return s;
 }
 
-/* Infinite where a weight of nothing meets what is not finite: a key that is not seen, in the tile of one that is. */
-static double unless_spilled(const fuzz_call *c, const seen *s, const char *const *names) {
+/* What was found of a segment, which holds for all of its queries and heads. */
+typedef struct spill {
+    seen of;
+    bool known;
+    double found;
+} spill;
+
+static double look_for_spills(const fuzz_call *c, const seen *s, const char *const *names) {
     for (; (whole(c, "causal") || whole(c, "window")) && *names; names++) {
         const fuzz_tensor *t = input(c, *names);
         const bool of_keys = **names == 'k' || **names == 'v';
@@ -44,6 +50,15 @@ static double unless_spilled(const fuzz_call *c, const seen *s, const char *cons
             if (!isfinite(t->numbers[e])) return INFINITY;
     }
     return 0;
+}
+
+/* Infinite where a weight of nothing meets what is not finite: a key that is not seen, in the tile of one that is. */
+static double unless_spilled(const fuzz_call *c, spill *last, const seen *s, const char *const *names) {
+    const seen *of = &last->of;
+    if (!last->known || of->key != s->key || of->key_end != s->key_end || of->query != s->query ||
+        of->query_end != s->query_end)
+        *last = (spill){.of = *s, .known = true, .found = look_for_spills(c, s, names)};
+    return last->found;
 }
 
 static double dot(const double *a, const double *b, int64_t n, double *size) {
@@ -68,10 +83,11 @@ void fuzz_segment_attention_forward(fuzz_call *c) {
     const double scale = scale_of(c, dim);
     double *scores = calloc((size_t)(k->shape[0] + 1), sizeof *scores);
     if (!scores) abort();
+    spill last = {.known = false};
     for (int64_t at = 0; at < queries * heads; at++) {
         const int64_t query = at / heads, head = at % heads, group = head / (heads / groups);
         const seen s = seen_of(c, query);
-        const double spilled = unless_spilled(c, &s, (const char *const[]){"v", NULL});
+        const double spilled = unless_spilled(c, &last, &s, (const char *const[]){"v", NULL});
         double top = -INFINITY, total = 0, most = 1, size;
         for (int64_t j = s.begin; j < s.end; j++) {
             const double *key = k->numbers + (j * groups + group) * dim;
@@ -101,11 +117,12 @@ void fuzz_segment_attention_backward(fuzz_call *c) {
     fuzz_tensor *dq = output(c, "dq"), *dk = output(c, "dk"), *dv = output(c, "dv");
     const int64_t queries = q->shape[0], heads = q->shape[1], dim = q->shape[2], groups = k->shape[1];
     const double scale = scale_of(c, dim);
+    spill last = {.known = false};
     for (int64_t at = 0; at < queries * heads; at++) {
         const int64_t query = at / heads, head = at % heads, group = head / (heads / groups);
         const double *of_q = q->numbers + at * dim, *of_dy = dy + at * dim;
         const seen s = seen_of(c, query);
-        const double spilled = unless_spilled(c, &s, (const char *const[]){"q", "k", "v", "y", "dy", NULL});
+        const double spilled = unless_spilled(c, &last, &s, (const char *const[]){"q", "k", "v", "y", "dy", NULL});
         double of_delta, delta = dot(of_dy, y + at * dim, dim, &of_delta);
         for (int64_t i = 0; spilled > 0 && i < dim; i++) {
             dq->size[at * dim + i] = INFINITY;
