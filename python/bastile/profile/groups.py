@@ -15,7 +15,7 @@ REGION = "bastile.profile/"
 # Kernels and operators of Bastile, by name; an operator's is bastile::<name>.
 _OWN = [
     ("norms", r"(add_)?(rms_|layer_)?norm_\w+"),
-    ("attention", r"segment_attention_\w+"),
+    ("attention", r"segment_attention_\w+|token_attention(_sum)?"),
     ("rotary", r"(qk_norm_)?rope\w*"),  # that norm is computed in the rotation's pass over memory
     ("products", r"low_rank_(?!glu)\w+|moe_linear\w*"),
     ("activation", r"\w*glu_\w+|activation_\w+|moe_\w+"),
