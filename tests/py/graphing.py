@@ -71,6 +71,12 @@ def counted() -> tuple[int, dict[str, int]]:
     return sum(line.ran for line in lines), {reason: n for line in lines for reason, n in line.aside.items()}
 
 
+def counted_tokens() -> tuple[int, dict[str, int]]:
+    """Tokens of replayed calls since the last time, and reasons why there were none."""
+    lines = [line for line in bastile.report(reset=True) if line.where.endswith("GenerationMixin")]
+    return sum(line.ran for line in lines), {reason: n for line in lines for reason, n in line.aside.items()}
+
+
 def train(
     model: nn.Module,
     graphs: bool,

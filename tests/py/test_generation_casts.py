@@ -23,6 +23,7 @@ from bastile.ops import _held_casts, low_rank
 from bastile.ops._held_casts import cast_once, held_casts
 from conftest import gradients, older_than, tiny_batch, tiny_model
 from graphing import DEVICE, ON_CUDA, allow_graphs
+from graphing import counted_tokens as counted
 
 #: In releases before that, `generate` leaves the cache to the model, and nothing is held.
 of_whole_texts = pytest.mark.skipif(older_than("5.1"), reason="text is generated as ever")
@@ -48,12 +49,6 @@ def assert_nothing_is_held() -> None:
     assert torch.is_autocast_cache_enabled()
     nesting = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
     assert nesting == (1, 0)
-
-
-def counted() -> tuple[int, dict[str, int]]:
-    """Tokens of replayed calls since the last time, and reasons why there were none."""
-    lines = [line for line in bastile.report(reset=True) if line.where.endswith("GenerationMixin")]
-    return sum(line.ran for line in lines), {reason: n for line in lines for reason, n in line.aside.items()}
 
 
 def autocast(dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -23,6 +23,7 @@ from bastile.models import generation, roomy_cache, sdpa, small
 from bastile.models.sites import ModelFile
 from conftest import DENSE, modeling, older_than, tiny_batch, tiny_model
 from graphing import DEVICE, ON_CUDA, allow_graphs, the_host_draws
+from graphing import counted_tokens as counted
 from oracle import few_examples
 
 #: In releases before that, `generate` leaves the cache to the model, and nothing is captured.
@@ -56,12 +57,6 @@ def _rewound(capture: Callable[..., None]) -> Callable[..., None]:
             tensor.copy_(was)
 
     return captured
-
-
-def counted() -> tuple[int, dict[str, int]]:
-    """Tokens of replayed calls since the last time, and reasons why there were none."""
-    lines = [line for line in bastile.report(reset=True) if line.where.endswith("GenerationMixin")]
-    return sum(line.ran for line in lines), {reason: n for line in lines for reason, n in line.aside.items()}
 
 
 def small_one(family: str) -> Any:
