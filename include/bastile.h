@@ -524,12 +524,18 @@ BST_API bst_status bst_low_rank_add(const bst_exec *exec, const bst_low_rank_add
 /* Up to three linear layers of one input, for few rows: y_i [T, N_i] = x weight_i^T + bias_i, x [T, K], weight_i
  * [N_i, K], all in rows with gaps or without, bias_i [N_i] or NULL, of one type. Summed in float32, rounded once. On
  * CUDA in 16 bits, for up to 32 rows and K of a multiple of 8, each in rows that begin at multiples of 16 bytes, all
- * weights are read in one launch; else it is a product a layer, where a bias is rounded to be added to. */
+ * weights are read in one launch; else it is a product a layer, where a bias is rounded to be added to.
+ *
+ * A layer may have an adapter, whose scale_i (x a_i^T) b_i^T is then added as by bst_low_rank_add: a_i [R_i, K] and b_i
+ * [N_i, R_i], contiguous, all of x's type or all of float32. Where all weights are read in one launch it makes
+ * x a_i^T, too, of a_i that begin at multiples of 16 bytes. */
 typedef struct bst_low_rank_layers_tensors {
     size_t size; /* sizeof(bst_low_rank_layers_tensors) */
     const DLTensor *x;
     const DLTensor *weight[3], *bias[3]; /* weights from the second on NULL: no such layer */
     DLTensor *y[3];
+    const DLTensor *a[3], *b[3]; /* NULL: no adapter */
+    double scale[3];             /* 0 is that number: nothing is added */
 } bst_low_rank_layers_tensors;
 
 BST_API bst_status bst_low_rank_layers(const bst_exec *exec, const bst_low_rank_layers_tensors *tensors);

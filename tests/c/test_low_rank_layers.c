@@ -5,16 +5,25 @@
 
 enum { LAYERS = 3 };
 static float xs[MOST], ys[LAYERS][MOST], firsts[LAYERS][MOST], weights[LAYERS][MOST], biases[LAYERS][MOST];
+static float as[LAYERS][MOST], bs[LAYERS][MOST];
 
 typedef struct shape {
     int64_t rows, width, columns[LAYERS];
     int64_t gap, at; /* behind each row, and before the first of each tensor */
     unsigned biases; /* a bit a layer */
+    int64_t ranks[LAYERS];
+    bool wide; /* adapters are of float32 */
 } shape;
 
+typedef struct adapter {
+    matrix a, b;
+    double scale;
+} adapter;
+
 /* A sum of n terms in float32 is off by n roundings of their sizes at most; y is rounded once, and where it is a
- * product of its own the bias before that. */
-static void compare_layer(const matrix *y, const matrix *x, const matrix *weight, const matrix *bias) {
+ * product of its own the bias before that, and y before what an adapter adds. */
+static void compare_layer(const matrix *y, const matrix *x, const matrix *weight, const matrix *bias,
+                          const adapter *of) {
     const double unit = y->type == 0 ? 0x1p-24 : y->type == 1 ? 0x1p-8 : 0x1p-11;
     int64_t wrong = 0;
     for (int64_t row = 0; row < y->shape[0]; row++)
@@ -24,7 +33,18 @@ static void compare_layer(const matrix *y, const matrix *x, const matrix *weight
                 double product = number(x, row, k) * number(weight, c, k);
                 sum += product, size += fabs(product);
             }
-            double most = (double)(x->shape[1] + 2) * 0x1p-23 * size + 1.01 * unit * fabs(sum) + 0x1p-25;
+            const double before = fabs(sum);
+            const int64_t rank = of ? of->a.shape[0] : 0;
+            for (int64_t r = 0; r < rank; r++) {
+                double thin = 0, thin_size = 0, factor = of->scale * number(&of->b, c, r);
+                for (int64_t k = 0; k < x->shape[1]; k++) {
+                    double product = number(x, row, k) * number(&of->a, r, k);
+                    thin += product, thin_size += fabs(product);
+                }
+                sum += factor * thin, size += fabs(factor) * thin_size;
+            }
+            double most = (rank ? unit * before : 0) + (double)(x->shape[1] + rank + 2) * 0x1p-23 * size +
+                          1.01 * unit * fabs(sum) + 0x1p-25;
             wrong += !(fabs(number(y, row, c) - sum) <= most);
         }
     if (wrong)
@@ -34,7 +54,8 @@ static void compare_layer(const matrix *y, const matrix *x, const matrix *weight
 
 static void check_type(const shape *s, int type) {
     matrix x = filled(xs, s->rows, s->width, s->gap, s->at, type, 3), y[LAYERS], weight[LAYERS], bias[LAYERS];
-    DLTensor of_x = tensor_of(&x), t[LAYERS][3];
+    adapter of[LAYERS];
+    DLTensor of_x = tensor_of(&x), t[LAYERS][5];
     bst_low_rank_layers_tensors tensors = {sizeof tensors, &of_x};
     int64_t size[LAYERS];
     for (int again = 0; again < 2; again++) {
@@ -47,6 +68,12 @@ static void check_type(const shape *s, int type) {
             t[i][2].ndim = 1, size[i] = s->columns[i], t[i][2].shape = &size[i], t[i][2].strides = NULL;
             tensors.y[i] = &t[i][0], tensors.weight[i] = &t[i][1];
             tensors.bias[i] = s->biases >> i & 1 ? &t[i][2] : NULL;
+            if (!s->ranks[i]) continue;
+            const int factor = s->wide ? 0 : type;
+            of[i].a = filled(as[i], s->ranks[i], s->width, 0, s->at, factor, 13 + (unsigned)i);
+            of[i].b = filled(bs[i], s->columns[i], s->ranks[i], 0, s->at, factor, 17 + (unsigned)i);
+            of[i].scale = 0.5 + i, t[i][3] = tensor_of(&of[i].a), t[i][4] = tensor_of(&of[i].b);
+            tensors.a[i] = &t[i][3], tensors.b[i] = &t[i][4], tensors.scale[i] = of[i].scale;
         }
         CHECK_OK(bst_low_rank_layers(NULL, &tensors));
         for (int i = 0; i < LAYERS; i++) {
@@ -56,7 +83,7 @@ static void check_type(const shape *s, int type) {
     }
     for (int i = 0; i < LAYERS; i++) {
         if (!tensors.y[i]) continue;
-        compare_layer(&y[i], &x, &weight[i], tensors.bias[i] ? &bias[i] : NULL);
+        compare_layer(&y[i], &x, &weight[i], tensors.bias[i] ? &bias[i] : NULL, s->ranks[i] ? &of[i] : NULL);
         /* All around a result's rows is as it was. */
         const size_t each = type ? 2 : 4;
         int64_t beside = 0;
@@ -83,6 +110,29 @@ TEST(what_is_aligned) {
     check((shape){16, 8, {17, 5, 33}, .gap = 0});
     check((shape){20, 264, {130, 16, 16}, .gap = 16, .biases = 2});
     check((shape){32, 520, {64}, .gap = 0, .biases = 1});
+}
+
+/* Adapters that are added within the launch: shares of the width of which a cluster's last blocks have nothing, a
+ * layer without one beside others, each number of tiles, ranks from a vector to all there is room for. */
+TEST(adapters) {
+    check((shape){8, 1032, {64, 24, 8}, .gap = 8, .at = 8, .biases = 5, .ranks = {16, 8, 24}, .wide = true});
+    check((shape){3, 264, {130, 40}, .ranks = {0, 16}});
+    check((shape){1, 24, {17, 5, 33}, .biases = 2, .ranks = {4, 0, 12}, .wide = true});
+    check((shape){8, 520, {24}, .ranks = {64}});
+    check((shape){11, 2056, {40, 16}, .ranks = {32, 8}, .wide = true});
+    check((shape){32, 256, {144}, .gap = 8, .ranks = {16}, .wide = true});
+}
+
+/* Those that low_rank_add adds: of ranks that do not fill vectors or are too large, unaligned, of more rows. */
+TEST(adapters_that_are_added_behind) {
+    check((shape){8, 64, {48, 16}, .ranks = {3, 16}, .wide = true});
+    check((shape){8, 64, {16}, .ranks = {72}});
+    check((shape){32, 64, {16}, .ranks = {32}, .wide = true});
+    check((shape){33, 64, {48, 8}, .biases = 1, .ranks = {8, 8}, .wide = true});
+    check((shape){4, 37, {19, 5, 3}, .biases = 7, .ranks = {2, 0, 4}});
+    check((shape){4, 64, {16}, .at = 1, .ranks = {8}, .wide = true});
+    check((shape){4, 0, {16}, .ranks = {8}});
+    check((shape){0, 40, {16, 8}, .ranks = {8, 4}});
 }
 
 TEST(what_is_a_product_of_its_own) {
@@ -129,6 +179,9 @@ TEST(errors_name_the_argument_and_write_nothing) {
     matrix other = filled(ys[1], 6, 16, 0, 0, 1, 0), bias = filled(biases[0], 1, 16, 0, 0, 1, 6);
     DLTensor of_x = tensor_of(&x), of_y = tensor_of(&y), of_narrow = tensor_of(&narrow), of_w = tensor_of(&weight);
     DLTensor wrong = tensor_of(&of_f16), of_other = tensor_of(&other), of_bias = tensor_of(&bias);
+    matrix a = filled(as[0], 2, 8, 0, 0, 0, 6), b = filled(bs[0], 16, 2, 0, 0, 0, 7);
+    matrix halves = filled(bs[1], 16, 16, 0, 0, 2, 7);
+    DLTensor of_a = tensor_of(&a), of_b = tensor_of(&b), of_halves = tensor_of(&halves);
     const bst_low_rank_layers_tensors good = {sizeof good, &of_x, {&of_w}, {NULL}, {&of_y}};
     int64_t sixteen = 16;
     of_bias.ndim = 1, of_bias.shape = &sixteen, of_bias.strides = NULL;
@@ -149,33 +202,50 @@ TEST(errors_name_the_argument_and_write_nothing) {
     REFUSED(t.y[1] = &of_other, "y_1 is given, but weight_1 is NULL");
     REFUSED(t.bias[1] = &of_bias, "bias_1 is given, but weight_1 is NULL");
     REFUSED((t.weight[1] = &of_w, t.y[1] = &of_y), "y_0 and y_1 share memory");
+    REFUSED(t.a[0] = &of_a, "b_0 is NULL; a tensor is needed with a_0");
+    REFUSED((t.a[0] = &of_a, t.b[0] = &of_x), "b_0 has shape [6, 8]");
+    REFUSED((t.a[1] = &of_a, t.b[1] = &of_b), "a_1 is given, but weight_1 is NULL");
+    REFUSED((t.a[0] = &wrong, t.b[0] = &of_halves), "a_0 is float16; bfloat16 is needed, the type of x, or float32");
     of_x.strides[0] = 0; /* all rows in one place */
     CHECK_EQ_I(bst_low_rank_layers(NULL, &good), BST_UNSUPPORTED);
     CHECK_STR(bst_last_error(), "low_rank_layers: the rows of x overlap");
 }
 
-/* What models have: attention's three, the MLP's two and one; each number of tiles of rows. */
-static void compile_calls(void) {
+/* What models have: attention's three, the MLP's two and one; each number of tiles of rows. rank: of adapters, 0 for
+ * none. */
+static void compile_layers(int64_t rank, int factor) {
     static const int64_t columns[][LAYERS] = {{4096, 1024, 1024}, {12288, 12288, 0}, {4096, 0, 0}};
     for (int type = 1; type < 3; type++)
         for (int64_t rows = 8; rows <= 32; rows *= 2)
             for (int layers = 0; layers < 3; layers++) {
-                bst_shape s[1 + 2 * LAYERS];
+                bst_shape s[1 + 4 * LAYERS];
                 bst_low_rank_layers_tensors t = {sizeof t};
                 t.x = bst_device_tensor(s, bst_test_types[type], 2, (const int64_t[]){rows, 4096});
                 for (int i = 0; i < LAYERS && columns[layers][i]; i++) {
-                    int64_t n = columns[layers][i];
-                    t.weight[i] = bst_device_tensor(&s[1 + 2 * i], bst_test_types[type], 2, (const int64_t[]){n, 4096});
-                    t.y[i] = bst_device_tensor(&s[2 + 2 * i], bst_test_types[type], 2, (const int64_t[]){rows, n});
+                    const int64_t n = columns[layers][i], sizes[][2] = {{n, 4096}, {rows, n}, {rank, 4096}, {n, rank}};
+                    const DLDataType of = bst_test_types[type], of_factor = bst_test_types[factor ? type : 0];
+                    t.weight[i] = bst_device_tensor(&s[1 + 4 * i], of, 2, sizes[0]);
+                    t.y[i] = bst_device_tensor(&s[2 + 4 * i], of, 2, sizes[1]);
+                    if (!rank) continue;
+                    t.a[i] = bst_device_tensor(&s[3 + 4 * i], of_factor, 2, sizes[2]);
+                    t.b[i] = bst_device_tensor(&s[4 + 4 * i], of_factor, 2, sizes[3]);
                 }
                 CHECK_OK(bst_low_rank_layers(&bst_fake_exec, &t));
             }
+}
+
+static void compile_calls(void) {
+    compile_layers(0, 0);
+    for (int64_t rank = 8; rank <= 64; rank *= 2)
+        for (int factor = 0; factor < 2; factor++) compile_layers(rank, factor);
 }
 
 TEST(kernels_compile_for_every_chip) { bst_for_every_chip("low_rank_layers", compile_calls); }
 
 int main(void) {
     RUN(what_is_aligned);
+    RUN(adapters);
+    RUN(adapters_that_are_added_behind);
     RUN(what_is_a_product_of_its_own);
     RUN(nothing);
     RUN(infinities);

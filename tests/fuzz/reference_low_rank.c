@@ -1,27 +1,35 @@
 /* reference_low_rank.c - what layers with adapters must be, in float64. */
 #include "reference.h"
 
+/* What an adapter adds to a number of a row of x and a column of b, whose size is added to `size`; infinite where
+ * float32 does not hold what is summed up on the way. */
+static double added(const fuzz_tensor *x, const fuzz_tensor *a, const double *b, double scale, int64_t row,
+                    int64_t column, double *size) {
+    const int64_t width = last(x), ranks = a->shape[0];
+    double sum = 0, sizes = 0, most = 0; /* the scale comes after the sum */
+    for (int64_t r = 0; r < ranks; r++) {
+        double thin = 0, of_thin = 0, factor = b[column * ranks + r];
+        for (int64_t k = 0; k < width; k++) {
+            double product = x->numbers[row * width + k] * a->numbers[r * width + k];
+            thin += product, of_thin += fabs(product);
+        }
+        /* A number below float32's least normal one is off by a part of that. */
+        sum += thin * factor, sizes += (of_thin + 0x1p-126) * fabs(factor);
+        most = fmax(most, of_thin);
+    }
+    *size += most < 0x1p127 && sizes < 0x1p127 ? fabs(scale) * sizes : INFINITY; /* NaN is neither */
+    return scale * sum;
+}
+
 /* One layer of low_rank_add. */
 static void add_to_result(fuzz_call *c, const char *const names[4]) {
     const fuzz_tensor *x = input(c, "x"), *before = input(c, names[0]), *a = input(c, names[1]);
-    const double *b = numbers(c, names[2]), scale = real(c, names[3]);
     fuzz_tensor *y = output(c, names[0]);
     if (!y) return;
-    int64_t width = last(x), columns = last(y), ranks = a->shape[0];
     for (int64_t e = 0; e < y->count; e++) {
-        int64_t row = e / columns, column = e % columns;
-        double sum = 0, size = 0, most = 0; /* the scale comes after the sum, which float32 may not hold */
-        for (int64_t r = 0; r < ranks; r++) {
-            double thin = 0, of_thin = 0, factor = b[column * ranks + r];
-            for (int64_t k = 0; k < width; k++) {
-                double product = x->numbers[row * width + k] * a->numbers[r * width + k];
-                thin += product, of_thin += fabs(product);
-            }
-            sum += thin * factor, size += of_thin * fabs(factor);
-            most = fmax(most, of_thin);
-        }
-        bool fits = most < 0x1p127 && size < 0x1p127; /* NaN is neither */
-        want(y, e, before->numbers[e] + scale * sum, fits ? fabs(before->numbers[e]) + fabs(scale) * size : INFINITY);
+        double size = fabs(before->numbers[e]);
+        double sum = added(x, a, numbers(c, names[2]), real(c, names[3]), e / last(y), e % last(y), &size);
+        want(y, e, before->numbers[e] + sum, size);
     }
 }
 
@@ -135,22 +143,30 @@ void fuzz_moe_linear(fuzz_call *c) {
 }
 
 void fuzz_low_rank_layers(fuzz_call *c) {
-    static const char *const layers[][3] = {
-        {"weight_0", "bias_0", "y_0"}, {"weight_1", "bias_1", "y_1"}, {"weight_2", "bias_2", "y_2"}};
+    static const char *const layers[][6] = {{"weight_0", "bias_0", "y_0", "a_0", "b_0", "scale_0"},
+                                            {"weight_1", "bias_1", "y_1", "a_1", "b_1", "scale_1"},
+                                            {"weight_2", "bias_2", "y_2", "a_2", "b_2", "scale_2"}};
     const fuzz_tensor *x = input(c, "x");
     for (int i = 0; i < 3; i++) {
         fuzz_tensor *y = output(c, layers[i][2]);
         if (!y) continue;
         const double *weight = numbers(c, layers[i][0]), *bias = numbers(c, layers[i][1]);
+        const fuzz_tensor *a = input(c, layers[i][3]);
         const int64_t width = last(x), columns = last(y);
         const double most = y->type == BST_F16 ? 65504 : 0x1p127;
+        const double ratio = fuzz_roundoff(y->type) / fuzz_roundoff(BST_F32);
         for (int64_t e = 0; e < y->count; e++) {
-            double first = bias ? bias[e % columns] : 0, sum = 0, size = 0;
+            double first = bias ? bias[e % columns] : 0, sum = 0, size = 0, more = 0;
             for (int64_t k = 0; k < width; k++) {
                 double product = x->numbers[e / columns * width + k] * weight[e % columns * width + k];
                 sum += product, size += fabs(product);
             }
-            want(y, e, first + sum, size < most && fabs(first) < most ? size + fabs(first) : INFINITY);
+            bool fits = size < most && fabs(first) < most;
+            if (a) { /* y may be rounded before that is added */
+                size += fabs(first + sum) * ratio;
+                more = added(x, a, numbers(c, layers[i][4]), real(c, layers[i][5]), e / columns, e % columns, &size);
+            }
+            want(y, e, first + sum + more, fits ? size + fabs(first) : INFINITY);
         }
     }
 }

@@ -61,6 +61,8 @@ class Draw:
         self.generator = torch.Generator().manual_seed(seed)
         self.operator, self.device = operator, device
         self.arguments = arguments_of(operator)
+        self.on_gpu = EMULATED or device == "cuda"
+        self.aligned = False
         self.budget = 1 << self.random.randint(2, 11)
         self.sizes: dict[str, int] = {}
         self.leading: list[int] | None = None
@@ -125,10 +127,24 @@ class Draw:
         for weight, bias, into in [(f"weight_{i}", f"bias_{i}", f"into_{i}") for i in (1, 2)]:
             if into in names:
                 self.given = self.given | {into} if weight in self.given else self.given - {bias, into}
+        if {"weight_0", "a_0"} <= names:
+            # An adapter is whole, of a layer that there is, and all are of one type, x's or float32.
+            wide = self.random.random() < 0.5
+            for i in range(3):
+                pair = {f"a_{i}", f"b_{i}"}
+                given = self.random.random() < 0.5 and f"weight_{i}" in self.given
+                self.given = self.given | pair if given else self.given - pair
+                self.types |= dict.fromkeys(pair, torch.float32 if wide else self.types["x"])
         if "cuts" in names:
             groups = self.random.randint(1, 3)
             self.sizes |= {"G": groups, "H": groups * self.random.randint(1, 3), "C": self.random.randint(2, 9)}
-            self.sizes["D"] = self.random.choice((64, 128)) if EMULATED else self.random.randint(1, 130)
+            self.sizes["D"] = self.random.choice((64, 128)) if self.on_gpu else self.random.randint(1, 130)
+        if self.on_gpu and {"q", "k", "v"} <= names:
+            # Attentions' kernels are of 16 bits, and read 16 bytes at a time.
+            self.aligned = self.random.random() < 0.8
+            self.sizes.setdefault("D", 8 * self.random.randint(1, 17))
+            halves = self.random.choice((torch.bfloat16, torch.float16))
+            self.types |= {name: halves for name, dtype in self.types.items() if dtype is torch.float32}
         if "experts" in names:
             self.leading = [self.size(), self.size()]
             self.attributes["experts"] = self.random.randint(1, 9)
@@ -210,7 +226,7 @@ class Draw:
     def place(self, argument: Argument) -> torch.Tensor:
         numbers = self.numbers(argument.name)
         # What is written must lie as the operator writes it, which no description here says.
-        anyhow = not argument.written or self.random.random() < 0.2
+        anyhow = not self.aligned and (not argument.written or self.random.random() < 0.2)
         return copies([(self.lay(numbers) if anyhow else numbers).to(self.device)])[0]
 
     def follow(self, error: str) -> bool:

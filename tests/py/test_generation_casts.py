@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import sdpa_attention
 
 import bastile
-from bastile.models import generation, sdpa
+from bastile.graphs.caches import given_in
+from bastile.models import generation, roomy_cache, sdpa
+from bastile.models.roomy_cache import RoomyCache
 from bastile.ops import _held_casts, low_rank
 from bastile.ops._held_casts import cast_once, held_casts
 from conftest import gradients, older_than, tiny_batch, tiny_model
@@ -190,6 +192,49 @@ def test_the_bits_of_casts_that_are_not_held(family: str, monkeypatch: pytest.Mo
     got = [logits_of(model, seed=seed) for seed in range(3)]
     monkeypatch.setattr(generation, "held_casts", nullcontext)
     assert all(torch.equal(logits, logits_of(model, seed=seed)) for seed, logits in enumerate(got))
+
+
+def scores_of(model: Any, seed: int, cache: list[Any], monkeypatch: pytest.MonkeyPatch, casts: bool | None) -> Any:
+    """What a text's tokens are drawn by, and the types of the keys and values that it has. casts: None: as ever."""
+    scores: list[torch.Tensor] = []
+
+    class Seen(RoomyCache):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **(given if casts is None else {**given, "casts": casts}))
+
+        def release(self) -> None:
+            cache[:] = [(layer.keys.dtype, layer.values.dtype) for layer in self.layers]
+            super().release()
+
+    def watch(ids: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        scores.append(made.clone())
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(roomy_cache, "RoomyCache", Seen)
+        generated(model, seed, logits_processor=[watch])
+    return torch.stack(scores)
+
+
+@of_whole_texts
+@families
+def test_keys_are_kept_as_attention_reads_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their norm and rotary embedding are of float32: the same bits as where they are cast for each token. Not where
+    the cache is returned, nor for an attention that may do more with them."""
+    model = decided(family)
+    bastile.apply()
+    half, own = torch.bfloat16, torch.float32
+    types: list[Any] = []
+    for seed in range(2):
+        kept = scores_of(model, seed, types, monkeypatch, None)
+        assert types == [(half, half)] * 2
+        assert torch.equal(kept, scores_of(model, seed, types, monkeypatch, False))
+        assert types == [(own, half)] * 2
+    returned = generated(model, return_dict_in_generate=True)
+    assert {layer.keys.dtype for layer in given_in(returned).layers} == {own}
+    model.set_attn_implementation("eager")
+    scores_of(model, 0, types, monkeypatch, None)
+    assert types == [(own, half)] * 2
 
 
 @of_whole_texts

@@ -126,6 +126,38 @@ def test_layers_with_adapters(as_on_a_gpu: list[int], monkeypatch: pytest.Monkey
         assert bool(((y.double() - right).abs() <= 2**-7 * right.abs() + 0.15).all())
 
 
+@few_examples
+@given(
+    st.integers(1, 32),
+    st.integers(1, 40),
+    st.lists(st.tuples(st.integers(1, 70), st.integers(0, 40)), min_size=1, max_size=4),
+    st.booleans(),
+)
+@torch.no_grad()
+def test_adapters_of_drawn_shapes(rows: int, eighths: int, layers: list[tuple[int, int]], wide: bool) -> None:
+    """What they add is float32's, beside y's one or two roundings."""
+    factor = torch.float32 if wide else torch.bfloat16
+    for device in devices():
+        x = random_tensor((rows, 1, 8 * eighths), torch.bfloat16, device)
+        weights = [random_tensor((n, 8 * eighths), torch.bfloat16, device) for n, _ in layers]
+        adapters = [
+            (random_tensor((rank, 8 * eighths), factor, device), random_tensor((n, rank), factor, device), 0.5)
+            if rank
+            else None
+            for n, rank in layers
+        ]
+        found = one_token_layers(x, weights, [None] * len(layers), adapters)
+        assert found is not None
+        for y, weight, adapter in zip(found, weights, adapters, strict=True):
+            before = right = x.double() @ weight.double().t()
+            size = torch.zeros_like(right)
+            if adapter is not None:
+                a, b, scale = (t.double() if isinstance(t, torch.Tensor) else t for t in adapter)
+                right = before + scale * (x.double() @ a.t() @ b.t())
+                size = 2**-8 * before.abs() + 1e-5 * scale * (x.double().abs() @ a.abs().t() @ b.abs().t())
+            assert bool(((y.double() - right).abs() <= 2**-8 * right.abs() + size + 1e-4 * eighths).all())
+
+
 def test_calls_that_do_not(as_on_a_gpu: list[int]) -> None:
     """Those with gradients, of several tokens, or of none, of other types, under autocast to another, while compiling,
     in a transform; weights that are no matrices of rows."""

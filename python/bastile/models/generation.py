@@ -113,7 +113,9 @@ def _sample(tally: Tally, original: Any) -> Any:
         if streamer is None and not generation_config.return_dict_in_generate:
             ahead = run_ahead(input_ids.device, generation_config.max_length, logits_processor, stopping_criteria)
         try:
-            with held_casts(), ahead, _room_in_place_of(usual, most) as cache:
+            # What is returned is of the type that it would be of; other attentions may do more than multiply keys.
+            casts = self.config._attn_implementation == "sdpa" and not generation_config.return_dict_in_generate
+            with held_casts(), ahead, _room_in_place_of(usual, most, casts) as cache:
                 with _calls(self, Decoding(self, cache, name, shelf, tally)):
                     result = loop(**{**kwargs, name: cache})
                 if generation_config.return_dict_in_generate and given_in(result) is cache:
@@ -156,10 +158,10 @@ def _why_not(model: Any, config: Any, cache: Any) -> str | None:
 
 
 @contextmanager
-def _room_in_place_of(usual: Any, most: int) -> Iterator[Any]:
+def _room_in_place_of(usual: Any, most: int, casts: bool) -> Iterator[Any]:
     from bastile.models.roomy_cache import RoomyCache
 
-    cache = RoomyCache(usual, most)
+    cache = RoomyCache(usual, most, casts=casts)
     try:
         yield cache
     finally:

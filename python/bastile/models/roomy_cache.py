@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from bastile.ops._common import cast_type
+
 #: Tokens that there is room for behind a prompt at first.
 _FIRST = 64
 #: Room is a multiple of: for each length cuDNN builds a kernel, which takes a quarter of a second on an H100.
@@ -48,7 +50,7 @@ class _Layer(CacheLayerMixin):
         self.batch_size = key_states.shape[0]
         # Zeros: what a mask hides is multiplied by zero, which makes NaN of a NaN.
         self.keys, self.values = (
-            states.new_zeros(*states.shape[:2], self.cache.room, states.shape[3])
+            states.new_zeros(*states.shape[:2], self.cache.room, states.shape[3], dtype=self.cache.type_of(states))
             for states in (key_states, value_states)
         )
         self.is_initialized = True
@@ -63,8 +65,8 @@ class _Layer(CacheLayerMixin):
             self.keys[:, :, :count] = key_states
             self.values[:, :, :count] = value_states
             return key_states, value_states
-        self.keys.index_copy_(2, self.cache.position, key_states)
-        self.values.index_copy_(2, self.cache.position, value_states)
+        self.keys.index_copy_(2, self.cache.position, key_states.to(self.keys.dtype))
+        self.values.index_copy_(2, self.cache.position, value_states.to(self.values.dtype))
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
@@ -96,16 +98,22 @@ class RoomyCache(Cache):
     Args:
         cache: that one.
         most: tokens that may be generated.
+        casts: that what attention reads may be kept as autocast casts it for attention: to the same bits, and not with
+            every token anew. Under autocast keys are of float32, for so is what turns them.
     """
 
-    def __init__(self, cache: DynamicCache, most: int) -> None:
+    def __init__(self, cache: DynamicCache, most: int, *, casts: bool = False) -> None:
         super().__init__(layers=[_Layer(self) if type(layer) in _ATTENDS else layer for layer in cache.layers])
-        self.most = most
+        self.most, self.casts = most, casts
         self.room = self.prompt = self.seen = 0
 
     def _make_room(self, tokens: int) -> None:
         """For so many tokens behind the prompt, or all that there may be."""
         self.room = -(-(self.prompt + min(tokens, self.most)) // _MULTIPLE) * _MULTIPLE
+
+    def type_of(self, states: torch.Tensor) -> torch.dtype:
+        """In which keys or values are kept."""
+        return (cast_type(states) if self.casts else None) or states.dtype
 
     def begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """The first layer gets the prompt. Behind it each call is of one token, at this position."""

@@ -155,16 +155,21 @@ class Group:
 
     def results_alone(self, x: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
         """Each [..., N], where no gradient is made of them. In a call for one token of each row, as of a text that is
-        generated, what the adapters add is made of A and B as they are, by two launches for all layers; in no other
-        call, for a checkpoint's first run may be one without gradients, and its second has to have the same bits."""
+        generated, what the adapters add is made of A and B as they are, within the layers' launch or by two for all
+        layers; in no other call, for a checkpoint's first run may be one without gradients, and its second has to have
+        the same bits."""
         if x.dim() < 3 or x.shape[-2] != 1 or not self._are_few(rows):
             return self.results(x, rows, self.thin(rows))
         weights = list(self.weights_of(range(len(self.layers))))
-        results = low_rank.one_token_layers(x, weights, self.biases)
-        if results is None:
-            results = self.places(x)
-            for i, (y, weight) in enumerate(zip(results, weights, strict=True)):
-                self._fill_alone(y.view(-1, y.shape[-1]), i, rows, weight)
+        adapters: Any = [
+            None if a is None else (a, b, layer.scale) for a, b, layer in zip(self.a, self.b, self.layers, strict=True)
+        ]
+        results = low_rank.one_token_layers(x, weights, self.biases, adapters)
+        if results is not None:
+            return results
+        results = self.places(x)
+        for i, (y, weight) in enumerate(zip(results, weights, strict=True)):
+            self._fill_alone(y.view(-1, y.shape[-1]), i, rows, weight)
         given: Any = [(results[i].view(-1, results[i].shape[-1]), self.a[i], self.b[i]) for i in self.adapted]
         scales = [self.layers[i].scale for i in self.adapted]
         low_rank.add_to(rows, given, scales)

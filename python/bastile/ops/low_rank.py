@@ -4,6 +4,7 @@ rows; and products that are summed up."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.compiler import is_compiling
@@ -33,8 +34,8 @@ add_into = torch.ops.bastile.low_rank_add.default
 #: for what is not wanted, and a scale (bst_low_rank_split).
 split_into = torch.ops.bastile.low_rank_split.default
 
-#: y_i = x weight_i^T + bias_i of x, weight_0, bias_0, where y_0 is to be, to those of the third layer, None for what
-#: there is not (bst_low_rank_layers).
+#: y_i = x weight_i^T + bias_i + scale_i (x a_i^T) b_i^T of x, weight_0, bias_0, where y_0 is to be, a_0, b_0, to those
+#: of the third layer, None for what there is not, and the three layers' scales (bst_low_rank_layers).
 layers_into = torch.ops.bastile.low_rank_layers.default
 
 #: Of bfloat16, that are a number of float32.
@@ -128,8 +129,16 @@ def add_to(
     add_into(x, *[t for layer in layers for t in layer], *[None] * (3 * missing), *scales, *[0.0] * missing)
 
 
+#: What a layer's adapter adds: a, b and scale.
+Adapter = tuple[torch.Tensor, torch.Tensor, float]
+_NO_ADAPTER = (None, None, 0.0)
+
+
 def one_token_layers(
-    x: torch.Tensor, weights: Sequence[torch.Tensor | None], biases: Sequence[torch.Tensor | None]
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor | None],
+    biases: Sequence[torch.Tensor | None],
+    adapters: Sequence[Adapter | None] | None = None,
 ) -> list[torch.Tensor] | None:
     """The results of layers of one input in a call for one token of each of a few rows, as of a text that is generated,
     by a launch for each three of them. None: these are for products of their own, and so is each call with gradients,
@@ -138,6 +147,7 @@ def one_token_layers(
     Args:
         x: [..., 1, K].
         weights, biases: [N, K] and [N] or None each.
+        adapters: None: no layer has one. Those there are are such as bst_low_rank_layers takes.
     """
     if (
         torch.is_grad_enabled()
@@ -160,11 +170,19 @@ def one_token_layers(
         return None
     results = [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]  # type: ignore[union-attr]
     places = [y.view(rows.shape[0], -1) for y in results]
-    layers = list(zip(weights, biases, places, strict=True))
+    of_adapters = [each or _NO_ADAPTER for each in adapters or [None] * len(results)]
+    layers = list(zip(weights, biases, places, of_adapters, strict=True))
     for i in range(0, len(layers), MOST_ADDED):
-        some = layers[i : i + MOST_ADDED]
-        layers_into(rows, *[t for layer in some for t in layer], *[None] * (3 * (MOST_ADDED - len(some))))
+        fill_layers(rows, layers[i : i + MOST_ADDED])
     return results
+
+
+def fill_layers(rows: torch.Tensor, layers: Sequence[tuple[Any, Any, torch.Tensor, Any]]) -> None:
+    """By the operator alone; layers: weight, bias, y and (a, b, scale) of each, None for what there is not."""
+    missing = MOST_ADDED - len(layers)
+    tensors = [t for weight, bias, y, (a, b, _) in layers for t in (weight, bias, y, a, b)]
+    scales = [scale for *_, (_, _, scale) in layers]
+    layers_into(rows, *tensors, *[None] * (5 * missing), *scales, *[0.0] * missing)
 
 
 #: Rows up to which bst_low_rank_layers has a kernel.

@@ -54,6 +54,19 @@ typedef struct low_rank_sums {
     int64_t x_stride, rows, width, ranks;
 } low_rank_sums;
 
+/* y, which becomes out, of a layer with an adapter, whose first column of thin is `first`. */
+low_rank_layer bst__low_rank_adapter(const bst_view *a, const bst_view *b, const bst_view *y, const bst_view *out,
+                                     float scale, int64_t first);
+/* Rows of x that a block of thin's kernel has of so many, and what its launch is told of up to three layers: a grid of
+ * so many blocks. */
+int64_t bst__low_rank_thin_rows(int64_t rows);
+low_rank_thin_args bst__low_rank_thin_args(const low_rank_sums *s, int64_t *blocks);
+/* On CUDA; thin is made first, or has been. */
+bst_status bst__low_rank_add_sums(const bst_exec *exec, const char *op, int device, const low_rank_sums *s,
+                                  bool has_thin);
+/* All of it, without memory for thin, on CPU or CUDA. */
+bst_status bst__low_rank_add_all(const bst_exec *exec, const char *op, DLDevice device, low_rank_sums *s);
+
 BST_CPU_DECLARE(bst__low_rank_thin_cpu);   /* over tiles of rows, of each all ranks */
 BST_CPU_DECLARE(bst__low_rank_expand_cpu); /* over tiles of columns, of all layers */
 /* A low_rank_split_args, over tiles of the ranks of each group. */

@@ -56,6 +56,20 @@ static const bst_argument arguments[] = {
 
 static const bst_attribute_rule rules[] = {SCALE(0), SCALE(1), SCALE(2), {NULL}};
 
+low_rank_layer bst__low_rank_adapter(const bst_view *a, const bst_view *b, const bst_view *y, const bst_view *out,
+                                     float scale, int64_t first) {
+    return (low_rank_layer){.a = a->data,
+                            .b = b->data,
+                            .y = y->data,
+                            .out = out->data,
+                            .y_stride = low_rank_stride(y),
+                            .out_stride = low_rank_stride(out),
+                            .columns = y->size[1],
+                            .rank = a->size[0],
+                            .first = first,
+                            .scale = scale};
+}
+
 static low_rank_sums read_call(const bst_view *v, const bst_attribute *attributes) {
     low_rank_sums s = {.dtype = v[X].dtype,
                        .factor_type = v[A_0].dtype,
@@ -67,16 +81,7 @@ static low_rank_sums read_call(const bst_view *v, const bst_attribute *attribute
         low_rank_layer *layer = &s.layer[i];
         layer->first = s.ranks;
         if (!bst__given(&v[Y(i)])) continue;
-        *layer = (low_rank_layer){.a = v[A(i)].data,
-                                  .b = v[B(i)].data,
-                                  .y = v[Y(i)].data,
-                                  .out = v[OUT_0 + i].data,
-                                  .y_stride = low_rank_stride(&v[Y(i)]),
-                                  .out_stride = low_rank_stride(&v[OUT_0 + i]),
-                                  .columns = v[Y(i)].size[1],
-                                  .rank = v[A(i)].size[0],
-                                  .first = s.ranks,
-                                  .scale = (float)attributes[i].d};
+        *layer = bst__low_rank_adapter(&v[A(i)], &v[B(i)], &v[Y(i)], &v[OUT_0 + i], (float)attributes[i].d, s.ranks);
         s.ranks += layer->rank;
     }
     return s;
@@ -110,26 +115,29 @@ static int64_t power_from(int64_t least, int64_t most) {
     return power;
 }
 
+static bool is_vector(const void *data, int64_t bytes) { return (uintptr_t)data % 16 == 0 && bytes % 16 == 0; }
+
 /* What every row of x, and of each a, can be read by: 16 bytes of x, or its elements one by one. */
-static int64_t thin_vector(const bst_view *v) {
-    const int full = 16 / bst__dtype_size(v[X].dtype), of_a = 16 / bst__dtype_size(v[A_0].dtype);
-    bool aligned = bst__row_vector(&v[X], &v[X].rows) == full && v[X].size[1] % full == 0;
+static int64_t thin_vector(const low_rank_sums *s) {
+    const int64_t size = bst__dtype_size(s->dtype), of_a = bst__dtype_size(s->factor_type);
+    bool aligned = is_vector(s->x, s->width * size) && (s->rows < 2 || s->x_stride * size % 16 == 0);
     for (int i = 0; i < LOW_RANK_LAYERS; i++)
-        if (v[A(i)].count) aligned = aligned && bst__row_vector(&v[A(i)], &v[A(i)].rows) == of_a;
-    return aligned ? full : 1;
+        if (s->layer[i].rank) aligned = aligned && is_vector(s->layer[i].a, s->width * of_a);
+    return aligned ? 16 / size : 1;
 }
 
 /* The same of each b. */
-static int64_t expand_vector(const bst_view *v) {
-    const int full = 16 / bst__dtype_size(v[A_0].dtype);
+static int64_t expand_vector(const low_rank_sums *s) {
+    const int64_t size = bst__dtype_size(s->factor_type);
     bool aligned = true;
     for (int i = 0; i < LOW_RANK_LAYERS; i++)
-        if (v[B(i)].count) aligned = aligned && bst__row_vector(&v[B(i)], &v[B(i)].rows) == full;
-    return aligned ? full : 1;
+        if (s->layer[i].rank) aligned = aligned && is_vector(s->layer[i].b, s->layer[i].rank * size);
+    return aligned ? 16 / size : 1;
 }
 
-static bst_status launch_thin(const bst_exec *exec, const char *op, const bst_view *v, const low_rank_sums *s,
-                              int64_t tile) {
+int64_t bst__low_rank_thin_rows(int64_t rows) { return power_from(rows, LOW_RANK_ADD_ROWS); }
+
+low_rank_thin_args bst__low_rank_thin_args(const low_rank_sums *s, int64_t *blocks) {
     low_rank_thin_args a = {.x = s->x,
                             .thin = s->thin,
                             .x_stride = s->x_stride,
@@ -137,12 +145,19 @@ static bst_status launch_thin(const bst_exec *exec, const char *op, const bst_vi
                             .width = s->width,
                             .ranks = (int32_t)s->ranks};
     for (int i = 0; i < LOW_RANK_LAYERS; i++) a.a[i] = s->layer[i].a, a.first[i] = (int32_t)s->layer[i].first;
+    *blocks = bst__divided_up(s->rows, bst__low_rank_thin_rows(s->rows)) * s->ranks;
+    return a;
+}
+
+static bst_status launch_thin(const bst_exec *exec, const char *op, int device, const low_rank_sums *s) {
+    int64_t blocks = 0;
+    const low_rank_thin_args a = bst__low_rank_thin_args(s, &blocks);
     bst_launch l = {.kernel = &thin_kernel,
-                    .values = {s->dtype, s->factor_type, tile, thin_vector(v)},
-                    .grid_x = (unsigned)(bst__divided_up(s->rows, tile) * s->ranks),
+                    .values = {s->dtype, s->factor_type, bst__low_rank_thin_rows(s->rows), thin_vector(s)},
+                    .grid_x = (unsigned)blocks,
                     .block = LOW_RANK_THREADS,
                     .overlap = true};
-    return bst__cuda_launch(exec, op, v[X].device.device_id, &l, &a, sizeof a);
+    return bst__cuda_launch(exec, op, device, &l, &a, sizeof a);
 }
 
 /* How a block of the second kernel shares its threads out. */
@@ -154,8 +169,8 @@ static int64_t blocks_of(const low_rank_layer *layer, const plan *p) {
     return bst__divided_up(layer->columns, LOW_RANK_THREADS / p->lanes);
 }
 
-static plan plan_expand(const bst_view *v, const low_rank_sums *s) {
-    plan p = {.vector = expand_vector(v)};
+static plan plan_expand(const low_rank_sums *s) {
+    plan p = {.vector = expand_vector(s)};
     int64_t most = 0;
     for (int i = 0; i < LOW_RANK_LAYERS; i++) most = s->layer[i].rank > most ? s->layer[i].rank : most;
     int64_t vectors = bst__divided_up(most, p.vector);
@@ -186,28 +201,32 @@ static bst_status launch_expand(const bst_exec *exec, const char *op, int device
     return bst__cuda_launch(exec, op, device, &l, &a, sizeof a);
 }
 
-static bst_status run_cuda(const bst_exec *exec, const char *op, const bst_view *v, const low_rank_sums *s) {
-    const plan p = plan_expand(v, s);
-    const int64_t tile = power_from(s->rows, LOW_RANK_ADD_ROWS), most = s->ranks > p.blocks ? s->ranks : p.blocks;
+bst_status bst__low_rank_add_sums(const bst_exec *exec, const char *op, int device, const low_rank_sums *s,
+                                  bool has_thin) {
+    const plan p = plan_expand(s);
+    const int64_t tile = bst__low_rank_thin_rows(s->rows), most = s->ranks > p.blocks ? s->ranks : p.blocks;
     if (!p.blocks) return BST_OK;
     BST_TRY(bst__cuda_need_rows(op, bst__divided_up(s->rows, tile), most));
-    if (s->ranks) BST_TRY(launch_thin(exec, op, v, s, tile));
-    return launch_expand(exec, op, v[X].device.device_id, s, &p, tile);
+    if (s->ranks && !has_thin) BST_TRY(launch_thin(exec, op, device, s));
+    return launch_expand(exec, op, device, s, &p, tile);
 }
 
 /* ---- the function ------------------------------------------------------------------------------------------------ */
 
-static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, const bst_attribute *attributes) {
-    low_rank_sums s = read_call(v, attributes);
-    DLDevice device = v[X].device;
+bst_status bst__low_rank_add_all(const bst_exec *exec, const char *op, DLDevice device, low_rank_sums *s) {
     void *thin = NULL;
-    if (!s.rows) return BST_OK;
-    BST_TRY(bst__allocate(exec, op, device, (size_t)(s.rows * s.ranks) * sizeof(float), &thin));
-    s.thin = thin;
+    if (!s->rows) return BST_OK;
+    BST_TRY(bst__allocate(exec, op, device, (size_t)(s->rows * s->ranks) * sizeof(float), &thin));
+    s->thin = thin;
     bool on_cuda = device.device_type == kDLCUDA;
-    bst_status status = on_cuda ? run_cuda(exec, op, v, &s) : run_cpu(exec, &s);
+    bst_status status = on_cuda ? bst__low_rank_add_sums(exec, op, device.device_id, s, false) : run_cpu(exec, s);
     bst__release(exec, device, thin);
     return status;
+}
+
+static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, const bst_attribute *attributes) {
+    low_rank_sums s = read_call(v, attributes);
+    return bst__low_rank_add_all(exec, op, v[X].device, &s);
 }
 
 const bst_function bst__low_rank_add = {

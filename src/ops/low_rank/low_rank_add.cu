@@ -1,8 +1,7 @@
 /* low_rank_add.cu - what adapters add to results of few rows, y = y + scale (x a^T) b^T of up to three layers of one x,
  * in two launches: low_rank_add_thin makes x a^T of all layers, in float32, and low_rank_add_expand the rest.
  *
- * low_rank_add_thin: a block has a row of some a and ROWS rows of x; its threads share out the width, with AHEAD
- * vectors of each row in flight, and add up what they have in one order. low_rank_add_expand: LANES threads have a
+ * low_rank_add_thin is low_rank_thin.cuh's, which low_rank_layers has, too. low_rank_add_expand: LANES threads have a
  * column of some y and ROWS rows of it; each reads up to PIECES vectors of the column's row of b at a time, their sums
  * are added up by shuffles, and each thread adds to the rows that are its own: read early, rounded once, written.
  *
@@ -18,55 +17,18 @@
 
 #include "low_rank_args.h"
 
-#define THREADS    LOW_RANK_THREADS
-#define IS_WIDE(t) ((t) == BST_F32_CODE)
+#define THREADS LOW_RANK_THREADS
 
 #ifndef LANES
-#define WARPS (THREADS / 32)
-#define STEP  (THREADS * VEC)
-#define AHEAD (ROWS <= 2 ? 4 : 2)
-/* VEC elements of `a`, which are more than 16 bytes where these are wider than those of x. */
-#define A_VEC   (IS_WIDE(FACTOR) && VEC > 4 ? 4 : VEC)
-#define A_PARTS (VEC / A_VEC)
+#define THIN_ROWS ROWS
+#define THIN_VEC  VEC
+#include "low_rank_thin.cuh"
 
 BST_KERNEL(low_rank_add_thin, low_rank_thin_args, THREADS, 1) {
-    BST_SHARED(float, of_warps, WARPS *ROWS);
-    const int rank = (int)(bst_block() % (unsigned)a.ranks), thread = (int)bst_thread();
-    const int layer = (rank >= a.first[1]) + (rank >= a.first[2]);
-    const int64_t first = (int64_t)(bst_block() / (unsigned)a.ranks) * ROWS;
-    const void *const row_of_a = bst_at(a.a[layer], (rank - a.first[layer]) * a.width, FACTOR);
-    const bst_raw zeros = {{0, 0, 0, 0}};
-    int64_t starts[ROWS]; /* beyond the last row that one again: its sums are nobody's */
-    BST_EACH(r, ROWS) starts[r] = (first + r < a.rows ? first + r : a.rows - 1) * a.x_stride;
-    float sums[ROWS] = {};
+    BST_SHARED(float, of_warps, THIN_WARPS *ROWS);
     bst_wait_for_previous();
     bst_let_next_start();
-    for (int64_t at = (int64_t)thread * VEC; at < a.width; at += AHEAD * STEP) {
-        bst_raw of_a[AHEAD][A_PARTS], of_x[AHEAD][ROWS];
-        BST_EACH(i, AHEAD) {
-            const int64_t k = at + i * STEP;
-            const bool there = k < a.width;
-            BST_EACH(p, A_PARTS) of_a[i][p] = there ? bst_raw_at(row_of_a, k + p * A_VEC, FACTOR, A_VEC) : zeros;
-            BST_EACH(r, ROWS) of_x[i][r] = there ? bst_raw_at(a.x, starts[r] + k, TYPE, VEC) : zeros;
-        }
-        BST_EACH(i, AHEAD) {
-            float factor[VEC], x[VEC];
-            BST_EACH(p, A_PARTS) bst_unpack(factor + p * A_VEC, of_a[i][p], FACTOR, A_VEC);
-            BST_EACH(r, ROWS) {
-                bst_unpack(x, of_x[i][r], TYPE, VEC);
-                BST_EACH(j, VEC) sums[r] = bst_fma(x[j], factor[j], sums[r]);
-            }
-        }
-    }
-    BST_EACH(r, ROWS) {
-        const float sum = bst_warp_reduce(sums[r], 32, false);
-        if (bst_lane() == 0) of_warps[thread / 32 * ROWS + r] = sum;
-    }
-    bst_sync();
-    if (thread >= ROWS || first + thread >= a.rows) return;
-    float sum = 0;
-    BST_EACH(w, WARPS) sum += of_warps[w * ROWS + thread];
-    a.thin[(first + thread) * a.ranks + rank] = sum;
+    make_thin(&a, bst_block(), of_warps);
 }
 
 #else

@@ -101,7 +101,8 @@ typedef struct low_rank_layers_args {
     int64_t x_stride, weight_stride[LOW_RANK_LAYERS], y_stride[LOW_RANK_LAYERS];
     int64_t width, columns[LOW_RANK_LAYERS];
     int32_t first_block[LOW_RANK_LAYERS], blocks; /* a layer's first, all */
-    int32_t rows, unused;
+    int32_t rows, thin_blocks;                    /* before all others: which make thin of adapters */
+    low_rank_thin_args thin;
 } low_rank_layers_args;
 
 /* Pieces of bfloat16 that are a number of float32; numbers that a thread of low_rank_split has at most. */
@@ -141,7 +142,7 @@ static_assert(sizeof(low_rank_tiles_args) == 1408, "host and device must agree")
 static_assert(sizeof(low_rank_bias_args) == 32, "host and device must agree");
 static_assert(sizeof(low_rank_thin_args) == 80, "host and device must agree");
 static_assert(sizeof(low_rank_expand_args) == 216, "host and device must agree");
-static_assert(sizeof(low_rank_layers_args) == 192, "host and device must agree");
+static_assert(sizeof(low_rank_layers_args) == 272, "host and device must agree");
 static_assert(sizeof(low_rank_split_args) == 152, "host and device must agree");
 static_assert(sizeof(low_rank_glu_sum_args) == 120, "host and device must agree");
 

@@ -6,15 +6,25 @@
  * width make a step's products is nobody's concern as long as both factors agree: a lane reads 16 bytes of a row, and
  * has what two products want of it. The warps' sums are added up in their order.
  *
- * Macros: TYPE (bf16 or f16), TILES: of eight rows of x (1, 2, 4), AHEAD.
+ * Where layers have adapters, some more blocks make x a^T of them meanwhile, which low_rank_add_expand then reads.
  *
- * Bytes: all weights once, x once for each 16 columns, mostly from the L2, y once. H200, bf16, 8 rows, us within a
- * CUDA graph (2026-11-30): 1024 to 2048, 1024 and 1024 columns 4.6 (cuBLAS, three products, 13.7; the bytes 2.0), to
- * 3072 and 3072 5.2 (10.1; 2.9), 4096 to 4096, 1024 and 1024 15.8 (29.7; 11.8), to 12288 and 12288 53.8 (55.8; 47.2).
+ * Macros: TYPE (bf16 or f16), TILES: of eight rows of x (1, 2, 4), AHEAD; THIN_ROWS (1, 2, 4, 8), 0 for no adapters,
+ * and FACTOR: of a (TYPE or float32).
+ *
+ * Bytes: all weights once, x once for each 16 columns, mostly from the L2, a once for THIN_ROWS rows, y once. H200,
+ * bf16, 8 rows, us within a CUDA graph (2026-11-30): 1024 to 2048, 1024 and 1024 columns 4.6 (cuBLAS, three products,
+ * 13.7; the bytes 2.0), to 3072 and 3072 5.2 (10.1; 2.9), 4096 to 4096, 1024 and 1024 15.8 (29.7; 11.8), to 12288 and
+ * 12288 53.8 (55.8; 47.2). With adapters of rank 16 in float32 and low_rank_add_expand (2026-12-01): 7.5, 8.2, 18.5 and
+ * 56.6, where low_rank_add's two launches behind this one made it 8.9, 10.0, 20.5 and 59.5.
  */
 #include "pack.cuh"
 
 #include "low_rank_args.h"
+#if THIN_ROWS
+#define THIN_VEC   8
+#define THIN_AHEAD 1 /* with more, fewer blocks are resident for want of registers */
+#include "low_rank_thin.cuh"
+#endif
 
 #define THREADS LOW_RANK_THREADS
 #define WARPS   (THREADS / 32)
@@ -25,7 +35,15 @@
 BST_KERNEL(low_rank_layers, low_rank_layers_args, THREADS, 1) {
     BST_SHARED(float, parts, WARPS * COLUMNS * ROWS);
     const int thread = (int)bst_thread(), warp = thread / 32, lane = (int)bst_lane();
-    const int block = (int)bst_block();
+    const int block = (int)bst_block() - a.thin_blocks;
+#if THIN_ROWS
+    if (block < 0) {
+        bst_wait_for_previous();
+        bst_let_next_start();
+        make_thin(&a.thin, bst_block(), parts);
+        return;
+    }
+#endif
     const int layer = (block >= a.first_block[1]) + (block >= a.first_block[2]);
     const int64_t first = (int64_t)(block - a.first_block[layer]) * COLUMNS;
     const int64_t steps = (a.width + STEP - 1) / STEP, each = (steps + WARPS - 1) / WARPS;
