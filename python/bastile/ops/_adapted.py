@@ -156,7 +156,8 @@ class Group:
     def results_alone(self, x: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
         """Each [..., N], where no gradient is made of them. In a call for one token of each row, as of a text that is
         generated, what the adapters add is made of A and B as they are, with the layers' own launch or behind it; in no
-        other call, for a checkpoint's first run may be one without gradients, and its second has to have the same bits."""
+        other call, for a checkpoint's first run may be one without gradients, and its second is to have the same
+        bits."""
         if x.dim() < 3 or x.shape[-2] != 1 or not self._are_few(rows):
             return self.results(x, rows, self.thin(rows))
         weights = list(self.weights_of(range(len(self.layers))))
