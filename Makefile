@@ -85,7 +85,7 @@ py-tests: install $(if $(VENV),$(VENV)/test.stamp)
 # others on Python's path.
 OLD := build/oldest build/midway
 TORCH := build/torch
-MODEL_TESTS := autocast_linear between_steps chunked_attention chunks compile encoder_padding experts families forms fused_layers generation generation_graphs gpt_oss graphs_beside graphs_collected graphs_lengths graphs_masked graphs_packed graphs_seq2seq graphs_shared graphs_undifferentiated host_time in_place logits_bias masks_of_segments model_types numbers_of_tokens outer_masks packed_mixers padding_free padding_routers padding_scores parameter_count patching running_loss sink_attention state_space switches trainer_optimizer trainer_sharded training transformers_versions waits walks
+MODEL_TESTS := autocast_linear between_steps chunked_attention chunks compile encoder_padding experts families forms fused_layers generation generation_graphs gpt_oss graphs_beside graphs_collected graphs_lengths graphs_masked graphs_packed graphs_seq2seq graphs_shared graphs_undifferentiated host_time in_place kept_calls logits_bias masks_of_segments model_types numbers_of_tokens outer_masks packed_mixers padding_free padding_routers padding_scores parameter_count patching running_loss sink_attention state_space switches token_masks trainer_optimizer trainer_sharded training transformers_versions waits walks
 $(addsuffix /stamp,$(OLD) $(TORCH)): build/%/stamp: requirements/%.txt
 	rm -rf $(@D)
 	$(PY) -m pip install -q --target $(@D) -r $<

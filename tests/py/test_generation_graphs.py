@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bastile
-from bastile.graphs import conditions, decoding
+from bastile.graphs import conditions, decoding, kept_calls
 from bastile.graphs.caches import NAMES
 from bastile.graphs.recorder import CudaRecorder, RepeatingRecorder
 from bastile.models import generation, roomy_cache, sdpa, small
@@ -25,11 +25,10 @@ from conftest import DENSE, modeling, older_than, tiny_batch, tiny_model
 from graphing import DEVICE, ON_CUDA, allow_graphs, the_host_draws
 from graphing import counted_tokens as counted
 from oracle import few_examples
+from texts import TOKENS, adapted, assert_text_of_stock, generated, small_one, stock
 
 #: In releases before that, `generate` leaves the cache to the model, and nothing is captured.
 pytestmark = pytest.mark.skipif(older_than("5.1"), reason="text is generated as ever")
-
-TOKENS = 24
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +39,10 @@ def with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(decoding.Decoding, "_capture", _rewound(decoding.Decoding._capture))
 
 
-def _rewound(capture: Callable[..., None]) -> Callable[..., None]:
+def _rewound(capture: Callable[..., Any]) -> Callable[..., Any]:
     """A graph that is captured computes nothing; this recorder does, and a recurrence's state would go on twice."""
 
-    def captured(self: Any, *args: Any) -> None:
+    def captured(self: Any, *args: Any) -> Any:
         states = [
             tensor
             for layer in self.cache.layers
@@ -52,43 +51,12 @@ def _rewound(capture: Callable[..., None]) -> Callable[..., None]:
             if tensor is not None
         ]
         before = [tensor.clone() for tensor in states]
-        capture(self, *args)
+        call = capture(self, *args)
         for tensor, was in zip(states, before, strict=True):
             tensor.copy_(was)
+        return call
 
     return captured
-
-
-def small_one(family: str) -> Any:
-    model = tiny_model(family) if family in DENSE else small.small_model(family)
-    return model.to(DEVICE).eval()
-
-
-def generated(model: Any, tokens: int = TOKENS, rows: int = 3, seed: int = 0, **options: Any) -> Any:
-    """Left-padded prompts of unequal length."""
-    batch = tiny_batch(model, rows=rows, seed=seed)
-    given_ = {name: batch[name].to(DEVICE) for name in ("input_ids", "attention_mask")}
-    usual = {"do_sample": False, "repetition_penalty": 1.5, "eos_token_id": None, "pad_token_id": 0}
-    return model.generate(
-        **given_, max_new_tokens=tokens, **{"use_cache": True, "disable_compile": True, **usual, **options}
-    )
-
-
-def stock(model: Any, *args: Any, **options: Any) -> Any:
-    bastile.reset()
-    found = generated(model, *args, **options)
-    bastile.apply()
-    counted()
-    return found
-
-
-def assert_text_of_stock(model: Any, tokens: int = TOKENS, replayed: int | None = None, **options: Any) -> None:
-    want = stock(model, tokens, **options)
-    got = generated(model, tokens, **options)
-    assert want[:, -tokens:].unique().numel() > 5  # else the test could not fail
-    assert torch.equal(got, want)
-    # The first token is the prompt's, the second one's call is not captured in a model's first text.
-    assert counted() == (tokens - 2 if replayed is None else replayed, {})
 
 
 @pytest.mark.parametrize(
@@ -138,6 +106,7 @@ def test_later_texts_are_captured_at_once() -> None:
 
 def test_a_later_text_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Is generated as ever, and the next one's first call runs before it is captured."""
+    monkeypatch.setattr(kept_calls, "_MOST_LOST", 0)  # and is not there
     model = small_one("qwen3")
     want = stock(model)
     generated(model)
@@ -275,9 +244,7 @@ def test_training_between_texts() -> None:
 
 def test_adapters() -> None:
     """With the hook on embeddings that trainers put there for them; and without graphs where hooks do more."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(tiny_model(), config).to(DEVICE).eval()
+    model = adapted()
     model.enable_input_require_grads()
     want = stock(model)
     assert torch.equal(generated(model), want)

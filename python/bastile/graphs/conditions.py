@@ -17,6 +17,7 @@ from bastile.graphs.recorder import CudaRecorder, Recorder
 from bastile.graphs.sharded import Sharded
 from bastile.guards import function_of, stock_of
 from bastile.models.checkpoints import is_layer, unwrapped, wrapped_by_checkpoint
+from bastile.models.structure import modules_of
 from bastile.ops._common import PLAIN, in_transform
 from bastile.ops._random import generator_of
 from bastile.recompute import is_recomputing
@@ -66,14 +67,22 @@ def against_these_layers(layers: Sequence[Any], how_sharded: Sharded | str | Non
     return reason
 
 
+def modules_within(model: nn.Module) -> list[nn.Module]:
+    """What `model.modules()` yields, without a walk through the tree where nothing in it has come or gone."""
+    return modules_of(model) or list(model.modules())
+
+
 def against_this_model(model: nn.Module) -> str | None:
     """Against a call of the whole model whose results nobody differentiates. A forward of the model's own, as
     Accelerate's mixed precision puts there, is part of it."""
-    modules = list(model.modules())
-    hooks = [hook for m in modules for of in (m._forward_hooks, m._forward_pre_hooks) for hook in of.values()]
+    modules = modules_within(model)
+    # What a tree of two thousand modules has, without a walk through it for each kind.
+    scopes = [vars(module) for module in modules]
+    hooks = [hook for name in ("_forward_hooks", "_forward_pre_hooks") for s in scopes for hook in s[name].values()]
     if not all(map(_does_nothing_here, hooks)):
         return "hooks on the model or a module in it"
-    return _against([*model.parameters(), *model.buffers()], modules, modules[1:])
+    tensors = [t for name in ("_parameters", "_buffers") for scope in scopes for t in scope[name].values()]
+    return _against([t for t in tensors if t is not None], modules, modules[1:])
 
 
 def _does_nothing_here(hook: Any) -> bool:

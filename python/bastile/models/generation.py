@@ -20,6 +20,7 @@ from torch import nn
 from bastile.graphs import conditions
 from bastile.graphs.caches import given_in, name_in
 from bastile.graphs.decoding import Decoding, shelf_of
+from bastile.graphs.token_masks import TokenMasks
 from bastile.guards import stock_of
 from bastile.models import running_ahead
 from bastile.models.rebind import as_keywords, parameter_names
@@ -56,6 +57,9 @@ def sites(file: ModelFile) -> Iterator[Site]:
 #: Methods of a model that its loop asks whether it is to be compiled, and for what it then calls.
 _ASKED, _GIVEN = "_valid_auto_compile_criteria", "get_compiled_call"
 _MAKES_CACHE = "_prepare_cache_for_generation"
+#: And for what it makes masks with, in what prepares a call; under another name PEFT keeps that of its base.
+_PREPARES, _MAKES_MASKS = "prepare_inputs_for_generation", "create_masks_for_generate"
+_OF_PEFT = "base_model_prepare_inputs_for_generation"
 
 
 def _prepare_cache(original: Any) -> Any:
@@ -115,8 +119,9 @@ def _sample(tally: Tally, original: Any) -> Any:
         try:
             # What is returned is of the type that it would be of; other attentions may do more than multiply keys.
             casts = self.config._attn_implementation == "sdpa" and not generation_config.return_dict_in_generate
-            with held_casts(), ahead, _room_in_place_of(usual, most, casts) as cache:
-                with _calls(self, Decoding(self, cache, name, shelf, tally)):
+            with held_casts(), ahead, _room_in_place_of(usual, most, casts, shelf.calls.memory) as cache:
+                decoding = Decoding(self, cache, name, shelf, tally)
+                with _calls(self, decoding), shelf.generates(decoding):
                     result = loop(**{**kwargs, name: cache})
                 if generation_config.return_dict_in_generate and given_in(result) is cache:
                     cache.put_into(usual)
@@ -131,6 +136,8 @@ def _sample(tally: Tally, original: Any) -> Any:
 def _mode_of(model: nn.Module) -> Any:
     from bastile.models import graphs
 
+    if not graphs.of_models:
+        return graphs.everywhere
     return next((graphs.of_models[m] for m in model.modules() if m in graphs.of_models), graphs.everywhere)
 
 
@@ -146,7 +153,7 @@ def _why_not(model: Any, config: Any, cache: Any) -> str | None:
         return f"{type(model).__name__} is not said to be free of decisions by numbers that the device has"
     if model.config._attn_implementation not in ("sdpa", "eager"):
         return f"attention by {model.config._attn_implementation}"
-    files = {type(module).__module__ for module in model.modules()}
+    files = {type(module).__module__ for module in conditions.modules_within(model)}
     if any("StaticCache" in vars(sys.modules.get(name, sys)) for name in files):
         return "code that looks for Transformers' own static cache"
     reason = conditions.against_this_step() or conditions.against_this_model(model)
@@ -158,10 +165,10 @@ def _why_not(model: Any, config: Any, cache: Any) -> str | None:
 
 
 @contextmanager
-def _room_in_place_of(usual: Any, most: int, casts: bool) -> Iterator[Any]:
+def _room_in_place_of(usual: Any, most: int, casts: bool, memory: Any) -> Iterator[Any]:
     from bastile.models.roomy_cache import RoomyCache
 
-    cache = RoomyCache(usual, most, casts=casts)
+    cache = RoomyCache(usual, most, casts=casts, memory=memory)
     try:
         yield cache
     finally:
@@ -182,8 +189,26 @@ def _calls(model: Any, decoding: Decoding) -> Iterator[None]:
         is_this = of_this_text[threading.get_ident()]
         return decoding if is_this else getattr(cls, _GIVEN)(model, *args, **kwargs)
 
-    own[_ASKED], own[_GIVEN] = asked, given
+    mine = {_ASKED: asked, _GIVEN: given}
+    if decoding.shelf.makes_masks:
+        mine.update(_masks_of(model, decoding.cache))
+    own.update(mine)
     try:
         yield
     finally:
-        del own[_ASKED], own[_GIVEN]
+        for name in mine:
+            del own[name]
+
+
+def _masks_of(model: Any, cache: Any) -> dict[str, Any]:
+    """What makes masks, by its name, where Transformers' own code alone sees them before the model does."""
+    scope, prepare = vars(sys.modules[FILE]), getattr(model, _PREPARES)
+    owner: Any = getattr(prepare, "__self__", None)
+    beneath = getattr(owner, _OF_PEFT, None)  # PEFT's own looks into masks for prompts alone
+    if beneath is not None and not owner.active_peft_config.is_prompt_learning:
+        prepare = beneath
+    make = getattr(model, _MAKES_MASKS, scope.get(_MAKES_MASKS))
+    usual = getattr(scope["GenerationMixin"], _PREPARES, None)
+    if make is None or _MAKES_MASKS in vars(model) or getattr(prepare, "__func__", None) is not usual:
+        return {}
+    return {_MAKES_MASKS: TokenMasks(make, cache)}

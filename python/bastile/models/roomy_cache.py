@@ -10,6 +10,7 @@ Windows are the mask's: all layers have room for the whole text."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,7 +27,37 @@ _MULTIPLE = 128
 _AT_ONCE = 16 << 20
 _ATTENDS = (DynamicLayer, DynamicSlidingWindowLayer)
 #: What linear attention has of a text is of one size, and written over in place; and what keeps nothing.
-_STAYS = frozenset({"LinearAttentionLayer", "DummyLayer"})
+_KEEPS_NOTHING = "DummyLayer"
+_STAYS = frozenset({"LinearAttentionLayer", _KEEPS_NOTHING})
+
+
+class Memory:
+    """Where texts of a model, one after another, keep what they have of their tokens.
+
+    Attributes:
+        version: another one when something lies elsewhere than before.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._taken: dict[Any, torch.Tensor] = {}
+
+    def take(self, name: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Zeros, where what was taken under this name before lay, if there is room."""
+        size, found = math.prod(shape), self._taken.get(name)
+        if (
+            found is None
+            or found.numel() < size
+            or (found.dtype, found.device) != (dtype, device)
+            or found.is_inference() != torch.is_inference_mode_enabled()
+        ):
+            self.version += found is not None
+            found = self._taken[name] = torch.zeros(size, dtype=dtype, device=device)
+            return found.view(shape)
+        return found[:size].view(shape).zero_()
+
+    def nbytes(self) -> int:
+        return sum([tensor.nbytes for tensor in self._taken.values()])
 
 
 class _Layer(CacheLayerMixin):
@@ -36,9 +67,9 @@ class _Layer(CacheLayerMixin):
     keys: Any
     values: Any
 
-    def __init__(self, cache: RoomyCache) -> None:
+    def __init__(self, cache: RoomyCache, index: int) -> None:
         super().__init__()
-        self.cache = cache
+        self.cache, self.index = cache, index
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -50,10 +81,14 @@ class _Layer(CacheLayerMixin):
         self.batch_size = key_states.shape[0]
         # Zeros: what a mask hides is multiplied by zero, which makes NaN of a NaN.
         self.keys, self.values = (
-            states.new_zeros(*states.shape[:2], self.cache.room, states.shape[3], dtype=self.cache.type_of(states))
-            for states in (key_states, value_states)
+            self._taken(name, states, self.cache.type_of(states))
+            for name, states in (("keys", key_states), ("values", value_states))
         )
         self.is_initialized = True
+
+    def _taken(self, name: str, states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        shape = *states.shape[:2], self.cache.room, states.shape[3]
+        return self.cache.memory.take((self.index, name), shape, dtype, states.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -86,8 +121,8 @@ class _Layer(CacheLayerMixin):
         if not self.is_initialized:
             return
         for name in ("keys", "values"):  # one by one: the longer one and the one before lie side by side meanwhile
-            old = getattr(self, name)
-            longer = old.new_zeros(*old.shape[:2], self.cache.room, old.shape[3])
+            old = getattr(self, name).clone()  # the longer one may lie where it does
+            longer = self._taken(name, old, old.dtype)
             longer[:, :, : old.shape[2]] = old
             setattr(self, name, longer)
 
@@ -100,12 +135,21 @@ class RoomyCache(Cache):
         most: tokens that may be generated.
         casts: that what attention reads may be kept as autocast casts it for attention: to the same bits, and not with
             every token anew. Under autocast keys are of float32, for so is what turns them.
+        memory: for all of it, but what layers have that stay as they are.
+
+    Attributes:
+        under_autocast: whether attention is.
+        stays: whether a text behind this one would have all that is read in the same memory.
     """
 
-    def __init__(self, cache: DynamicCache, most: int, *, casts: bool = False) -> None:
-        super().__init__(layers=[_Layer(self) if type(layer) in _ATTENDS else layer for layer in cache.layers])
-        self.most, self.casts = most, casts
+    def __init__(self, cache: DynamicCache, most: int, *, casts: bool = False, memory: Memory | None = None) -> None:
+        layers: list[Any] = cache.layers
+        made = [_Layer(self, index) if type(layer) in _ATTENDS else layer for index, layer in enumerate(layers)]
+        super().__init__(layers=made)
+        self.most, self.casts, self.memory = most, casts, memory or Memory()
         self.room = self.prompt = self.seen = 0
+        self.under_autocast = False
+        self.stays = all(type(layer) is _Layer or type(layer).__name__ == _KEEPS_NOTHING for layer in made)
 
     def _make_room(self, tokens: int) -> None:
         """For so many tokens behind the prompt, or all that there may be."""
@@ -113,7 +157,9 @@ class RoomyCache(Cache):
 
     def type_of(self, states: torch.Tensor) -> torch.dtype:
         """In which keys or values are kept."""
-        return (cast_type(states) if self.casts else None) or states.dtype
+        cast = cast_type(states)
+        self.under_autocast |= cast is not None
+        return (cast if self.casts else None) or states.dtype
 
     def begin(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """The first layer gets the prompt. Behind it each call is of one token, at this position."""
@@ -122,7 +168,7 @@ class RoomyCache(Cache):
             self._make_room(self.most)
             if self.room * (keys.nbytes + values.nbytes) > _AT_ONCE * self.prompt:
                 self._make_room(_FIRST)
-            self.position = torch.full((1,), self.prompt, device=keys.device)
+            self.position = self.memory.take("position", (1,), torch.int64, keys.device).fill_(self.prompt)
             self.length = self.position.squeeze(0)
 
     def put_into(self, cache: DynamicCache) -> None:

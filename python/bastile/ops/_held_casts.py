@@ -39,6 +39,11 @@ def held_casts() -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
+def are_there() -> bool:
+    """Whether some are held by `cast_once` now."""
+    return bool(_held.made)
+
+
 def cast_once(x: torch.Tensor, weights: Sequence[Any]) -> tuple[torch.Tensor, list[Any]]:
     """x, and weights that it is multiplied by, or None, as autocast casts them for a linear layer, where casts are held
     and all are floats; else as they are. Not to be differentiated."""
