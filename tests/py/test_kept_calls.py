@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import bastile
-from bastile.graphs import decoding
+from bastile.graphs import decoding, kept_calls
 from bastile.graphs.recorder import CudaRecorder, RepeatingRecorder
 from bastile.models import roomy_cache, small
 from conftest import older_than, tiny_model
@@ -225,6 +225,8 @@ def test_memory_that_is_much(captures: list[None], monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(recorder, "spare", lambda self, spare=spare: spare)
         captured(captures, model, want)
         assert bool(calls._kept) == bool(calls.memory.nbytes()) == (spare == bytes_)
+    monkeypatch.setattr(kept_calls, "_State", None)  # which nobody asks for then
+    assert captured(captures, model, want) == 1
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="there is no device's memory")
@@ -248,6 +250,17 @@ def test_casts_of_weights(captures: list[None]) -> None:
         found = [captured(captures, model) for _ in range(3)]
     assert found == [1, 1, 1]
     assert captured(captures, model) == 1
+
+
+def test_casts_that_autocast_makes(captures: list[None]) -> None:
+    """In code that no operator of ours serves: they would be made with each token."""
+    if "gpt2" not in small.causal_types():
+        pytest.skip("this Transformers has no gpt2")
+    model = small_one("gpt2")
+    bastile.apply()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = [captured(captures, model) for _ in range(3)]
+    assert found == [1, 1, 1]
 
 
 def test_half_the_bits_under_autocast(captures: list[None]) -> None:
@@ -276,9 +289,9 @@ def test_inference_mode(captures: list[None]) -> None:
     model = tiny_model().to(DEVICE).eval()
     want = stock(model)
     for _ in range(2):
-        captured(captures, model, want)
         with torch.inference_mode():
             captured(captures, model, want)
+        captured(captures, model, want)
 
 
 def test_models_are_not_held(captures: list[None]) -> None:
