@@ -111,7 +111,7 @@ class CudaRecorder:
     def spare(self) -> int:
         """A sixteenth of what PyTorch has had, or a part of the device's that nobody will miss."""
         _, total = torch.cuda.mem_get_info(self.device)
-        return 0 if self.is_short_of_memory() else max(self.most_reserved() // 16, total // 128)
+        return 0 if self.is_short_of_memory() else max(self.most_reserved() // 16, total // 512)
 
     @contextmanager
     def recording(self, before: Callable[[], None] | None = None) -> Any:
