@@ -77,14 +77,12 @@ def test_states_that_are_made_anew_for_each_text(captures: list[None]) -> None:
 def test_weights_that_are_trained_in_place(captures: list[None]) -> None:
     model = tiny_model().to(DEVICE).eval()
     bastile.apply()
-    before = generated(model)
+    assert captured(captures, model) == 1
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-    after = generated(model)
+        torch._foreach_mul_(list(model.parameters()), 1.1)
+    got = generated(model)
     assert len(captures) == 1
-    assert not torch.equal(after, before)
-    assert torch.equal(after, stock(model))
+    assert torch.equal(got, stock(model))
 
 
 def test_other_prompts_and_lengths(captures: list[None]) -> None:

@@ -86,10 +86,8 @@ class Decoding:
     def __init__(self, model: Any, cache: Any, name: str, shelf: Shelf, tally: Tally) -> None:
         self.model, self.cache, self.name, self.shelf, self.tally = model, cache, name, shelf, tally
         self.is_first, self.changes = True, 0
-        self.of_model = (
-            model.training,
-            len(conditions.modules_within(model)),
-        )  # where it is changed, it has other kernels
+        # Where it is changed, it has other kernels.
+        self.of_model = model.training, len(conditions.modules_within(model))
         self.gave_up = False
         self.structure: Any = None  # of the call that is captured; None: there is none
         self.places: list[Place] = []
