@@ -4,6 +4,7 @@ another does so for a time."""
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,9 @@ _PATIENCE = timedelta(minutes=5)
 #: may be what it waits for: the watch needs none. The test's own process is watched by pytest (pyproject.toml).
 _LIFE = 1500
 
+
+#: What nearly all of them import: ten seconds of a process's start, spent once, in one that the others are forked from.
+_IMPORTED = ["torch", "bastile", "transformers.modeling_utils", "accelerate", "peft", "pytest"]
 
 #: Groups that this process was. None is ended while it runs: a model of DistributedDataParallel's that goes after its
 #: group would end it with Python's lock held, and wait for gloo's threads, of which one was seen to wait for that lock.
@@ -55,13 +59,18 @@ def on_processes(number: int, folder: Path, function: Callable[..., None], *args
     """function(rank, *args) in each of so many processes, which are a group. folder: the test's, where they meet.
 
     On CPUs: Transformers and FSDP2 would take a GPU for each process where there is one, and few have as many."""
+    multiprocessing.set_forkserver_preload(_IMPORTED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")  # from their start on, for what they import may look
-        torch.multiprocessing.spawn(_process, (number, Path(folder, "meet").as_uri(), function, args), nprocs=number)
+        given = number, Path(folder, "meet").as_uri(), dict(os.environ), function, args
+        torch.multiprocessing.start_processes(_process, given, nprocs=number, start_method="forkserver")
 
 
-def _process(rank: int, number: int, meet: str, function: Callable[..., None], args: Any) -> None:
+def _process(
+    rank: int, number: int, meet: str, environment: dict[str, str], function: Callable[..., None], args: Any
+) -> None:
     faulthandler.dump_traceback_later(_LIFE, exit=True)
+    os.environ.update(environment)  # the others' is from when the first test asked for processes
     torch.set_num_threads(1)
     # As torch's launcher says it, for those who ask. DeepSpeed takes the group that is there.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(number), LOCAL_WORLD_SIZE=str(number))
