@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bastile.graphs.arguments import Place
+from bastile.graphs.kept_memory import Memory
 from bastile.graphs.recorder import Recorder, Replayed
 from bastile.graphs.watch import SETTINGS, Watch
 from bastile.guards import function_of
-from bastile.models.roomy_cache import Memory
 from bastile.ops._held_casts import are_there
 
 #: Calls that a model keeps: of other rooms, rows or arguments.
